@@ -45,7 +45,7 @@ GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all bfcl mutations test-gpu lint format protos sync-client chaos answers soak bench bench-peers bench-admission bench-tokens bench-scheduling bench-gpu gpu-session bench-quality audit locks sbom test-images clean pictures docs docs-links docs-reference loadgen evaluator
+.PHONY: help setup clients demo up test test-all bfcl mutations test-gpu test-vllm lint format protos sync-client chaos answers soak bench bench-peers bench-admission bench-tokens bench-scheduling bench-gpu gpu-session bench-quality audit locks sbom test-images clean pictures docs docs-links docs-reference loadgen evaluator
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -57,6 +57,7 @@ help:
 	@echo
 	@echo "More tests:"
 	@echo "  test-all    the fast and the slow tests: whole stacks, chaos, browser, deployment, kernels, fuzzing"
+	@echo "  test-vllm   install vLLM into .peers, and test the executors around it"
 	@echo "  mutations   whether the tests detect deliberate bugs; ARGS=\"--tier all --only 3 7\""
 	@echo "  chaos       kill, stop and cut off the processes of a system under load; SECONDS=600 SEED=1, ARGS=\"--model tiny\""
 	@echo "  soak        full load with cancellations and vanishing clients, and whether anything grows; SECONDS=3600"
@@ -68,7 +69,7 @@ help:
 	@echo "  protos, sync-client, docs-reference, pictures, locks, sbom"
 	@echo "Benchmarks:"
 	@echo "  bench       in-flight against static batching; ARGS=\"--workload mixed …\""
-	@echo "  bench-peers install vLLM into .peers, to compare with"
+	@echo "  bench-peers install vLLM and llama.cpp into .peers, to compare with"
 	@echo "  bench-quality, bench-admission, bench-tokens, bench-scheduling, bench-gpu, gpu-session"
 	@echo "Others:"
 	@echo "  docs-links  whether external links work;  audit  known vulnerabilities;  clean  remove .venv and what was generated"
@@ -126,6 +127,14 @@ pictures: setup
 
 test-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m pytest -q tests/gpu $(PYTEST_ARGS)
+
+# vLLM's environment gets what the extra `vllm` of pyproject.toml adds to it; the sources are those of the checkout.
+INFLIGHT_VLLM_PYTHON ?= .peers/vllm/bin/python
+test-vllm: setup
+	@test -x $(INFLIGHT_VLLM_PYTHON) || $(BIN)/python bench/peers/install.py vllm
+	@$(INFLIGHT_VLLM_PYTHON) -c 'import grpc_health, grpc_reflection' 2>/dev/null \
+		|| $(INFLIGHT_VLLM_PYTHON) -m pip install -q --no-deps grpcio-health-checking grpcio-reflection
+	@INFLIGHT_VLLM_PYTHON=$(abspath $(INFLIGHT_VLLM_PYTHON)) $(BIN)/python -m pytest -q -m "slow or not slow" tests/vllm $(PYTEST_ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -28,6 +28,10 @@ PARSER_LIMITS: Final[dict[str, Any]] = {
 }
 
 
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled. The text is for the user."""
+
+
 def canonical_grammar(member: str, grammar: Any) -> str:
     """Returns the text of a grammar. `member` is `json_schema` with a schema, or `lark_grammar` with a text."""
     return canonical_grammars({member: grammar})

@@ -24,9 +24,14 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
+def is_gpu(device: torch.device) -> bool:
+    """Returns whether a device is a GPU. Any other is a CPU."""
+    return device.type == "cuda"
+
+
 def device_name(device: torch.device) -> str:
     """Returns the name of the GPU; on a CPU that of the interpreter of its kernels."""
-    return torch.cuda.get_device_name(device) if _is_gpu(device) else "interpreted"
+    return torch.cuda.get_device_name(device) if is_gpu(device) else "interpreted"
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -36,7 +41,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
         return DTYPES[name]
     if name != "auto":
         raise ModelError(f"dtype {name!r} is unknown; use auto, {' or '.join(DTYPES)}")
-    if _is_gpu(device):
+    if is_gpu(device):
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if has_instructions else torch.float32
@@ -44,23 +49,23 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def free_device_bytes(device: torch.device) -> int | None:
     """Returns the free memory of a GPU; None for a CPU, which has that of the host."""
-    return int(torch.cuda.mem_get_info(device)[0]) if _is_gpu(device) else None
+    return int(torch.cuda.mem_get_info(device)[0]) if is_gpu(device) else None
 
 
 def host_zeros(count: int, device: torch.device) -> Tensor:
     """Returns zeros `[count]` int32 on the host, which a device copies without making the host wait."""
-    return torch.zeros(count, dtype=torch.int32, pin_memory=_is_gpu(device))
+    return torch.zeros(count, dtype=torch.int32, pin_memory=is_gpu(device))
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copies from the host without waiting for the device. A copy from memory that is not pinned would wait for the
     steps launched."""
-    return values.pin_memory().to(device, non_blocking=True) if _is_gpu(device) else values.to(device)
+    return values.pin_memory().to(device, non_blocking=True) if is_gpu(device) else values.to(device)
 
 
 def to_host(values: Tensor) -> Tensor:
     """Starts the copy to the host. It is complete once the device has reached this point of its stream."""
-    if not _is_gpu(values.device):
+    if not is_gpu(values.device):
         return values
     on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return on_host.copy_(values, non_blocking=True)
@@ -69,7 +74,7 @@ def to_host(values: Tensor) -> Tensor:
 def mark(device: torch.device) -> torch.cuda.Event | None:
     """Returns an event that a thread can wait for: that the device has reached this point of its stream. None on a CPU,
     which computes at once."""
-    if not _is_gpu(device):
+    if not is_gpu(device):
         return None
     event = torch.cuda.Event(blocking=True)
     event.record()
@@ -88,7 +93,7 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.began_s = time.perf_counter()
-        is_cuda = _is_gpu(device)
+        is_cuda = is_gpu(device)
         self._began = torch.cuda.Event(enable_timing=True) if is_cuda else None
         # Blocking: a waiting thread sleeps and leaves the core to others.
         self._ended = torch.cuda.Event(enable_timing=True, blocking=True) if is_cuda else None
@@ -129,7 +134,3 @@ class StepTimer:
             return time.perf_counter()
         took_s: float = self._began.elapsed_time(self._ended) / 1000
         return min(time.perf_counter(), max(self.began_s, not_before_s) + took_s)
-
-
-def _is_gpu(device: torch.device) -> bool:
-    return device.type == "cuda"

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 
 from inflight.common.process import run_process
 from inflight.common.rpc.server import check_listen
-from inflight.common.settings import describe, load
+from inflight.common.settings import SettingError, describe, load
 from inflight.common.telemetry.logs import start_logging
 from inflight.executor.serving.router_auth import load_server_tls
 from inflight.executor.settings import ExecutorSettings
@@ -57,6 +57,12 @@ def _run_with_settings(argv: Sequence[str]) -> int:
     for listen in (settings.listen, settings.health_listen, settings.http_listen):
         if listen:
             check_listen(listen)
+    if settings.engine == "vllm":
+        from inflight.executor.vllm.main import run_vllm_executor
+
+        return asyncio.run(run_vllm_executor(settings, tls))
+    if settings.engine_args:
+        raise SettingError("engine_args are the flags of another engine: set engine=vllm as well")
     with _without_garbage_collection():
         from inflight.executor.loader import load_executor
         from inflight.executor.main import run_executor

@@ -10,31 +10,19 @@ import asyncio
 import functools
 import logging
 import os
-import secrets
-import socket
 import time
-from collections.abc import Coroutine
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Any
 
-from starlette.applications import Starlette
-
-from inflight.common.http.metrics_page import metrics_route
-from inflight.common.http.port import HttpPort
 from inflight.common.model_source import load_tokenizer
 from inflight.common.process import EXIT_FAILED
 from inflight.common.protocol import PROTOCOL_VERSION
-from inflight.common.rpc.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals
 from inflight.common.rpc.tls import TlsFiles
-from inflight.common.telemetry.tracing import Tracing, open_tracing
-from inflight.executor.checkpoint.files import GenerationDefaults
+from inflight.common.telemetry.tracing import open_tracing
 from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.gc import GarbageCollection
 from inflight.executor.engine.output import EngineOutput
 from inflight.executor.engine.prefill_budget import PrefillBudget
 from inflight.executor.engine.runner import StepRunner
-from inflight.executor.engine.watchdog import watch_engine
 from inflight.executor.loader import Loaded, step_sizes
 from inflight.executor.logits.grammar import GrammarCompiler
 from inflight.executor.model.runner import ModelRunner
@@ -43,23 +31,25 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.drafting import Drafting
 from inflight.executor.scheduler.limits import InterTokenTargets
 from inflight.executor.scheduler.scheduler import Scheduler
-from inflight.executor.serving.metrics import executor_metrics
 from inflight.executor.serving.placements import RetentionPolicy
+from inflight.executor.serving.process import (
+    Serving,
+    default_executor_id,
+    default_sampling,
+    make_serving,
+    serve,
+    take_output,
+)
 from inflight.executor.serving.report import policy_proto
-from inflight.executor.serving.router_auth import PeerNameCheck
 from inflight.executor.serving.service import ExecutorService, Identity
 from inflight.executor.serving.submission import SubmissionLimits
 from inflight.executor.settings import ExecutorSettings
 from inflight.executor.speculation.budget import DraftBudget
 from inflight.executor.speculation.choice import choose_proposer
-from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+from inflight.v1 import executor_pb2, types_pb2
 
 log = logging.getLogger(__name__)
 
-SERVICE_NAME = "inflight.v1.ExecutorService"
-# Time for routers to receive the last frames before their streams are cut.
-CLOSE_TIMEOUT_S = 1.0
-STOP_GRACE_S = 1.0
 # Time for the step in flight to end; its results are not used.
 ENGINE_STOP_TIMEOUT_S = 5.0
 
@@ -71,55 +61,24 @@ BATCHING_PROTO = {
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of an executor process. `failed` is set when an indispensable one has failed."""
+    """The parts of an executor process."""
 
     engine: Engine
     runner: StepRunner
-    service: ExecutorService
-    server: GrpcServer
-    http: HttpPort | None
-    tracing: Tracing
-    failed: asyncio.Event
+    serving: Serving
 
 
 async def run_executor(settings: ExecutorSettings, loaded: Loaded, tls: TlsFiles | None) -> int:
     """Runs the process: start → serve → drain → stop."""
-    signals = Signals(asyncio.get_running_loop())
     garbage_collection = GarbageCollection()
     parts = build_executor(settings, loaded, tls, garbage_collection)
-    address = await parts.server.start(settings.listen)
-    if settings.health_listen:
-        await parts.server.start_health(settings.health_listen)
-    if parts.http is not None:
-        log.info("metrics on http://%s/metrics", await parts.http.start(settings.http_listen))
-    garbage_collection.start()
-    parts.engine.start()
-    # These tasks run during the drain as well. They end only by failing.
-    work = [
-        asyncio.create_task(parts.service.run(), name="reports"),
-        asyncio.create_task(_watch(parts, signals, settings.watchdog_s), name="watchdog"),
-        asyncio.create_task(parts.failed.wait(), name="failure"),
-    ]
-    if loaded.adapters is not None:
-        work.append(asyncio.create_task(loaded.adapters.follow(), name="adapters"))
-    if tls is not None:
-        work.append(asyncio.create_task(tls.follow(), name="certificates"))
-    await parts.server.set_serving(True)
-    log.info("serving on %s", address)
 
-    has_failed = await _until(signals.drain.wait(), work)
-    await parts.server.set_serving(False)
-    has_failed = has_failed or await _until(parts.service.drain(settings.drain_timeout_s), work)
-    if not has_failed:
-        # After a failure the streams are cut: a request that crashes engines must not count as handed back.
-        parts.service.hand_back()
-        await parts.service.close(CLOSE_TIMEOUT_S)
-    for task in work:
-        task.cancel()
-    await parts.server.stop(grace_s=0.0 if has_failed else STOP_GRACE_S)
-    if parts.http is not None:
-        await parts.http.stop()
-    await parts.tracing.aclose()
+    def start() -> None:
+        garbage_collection.start()
+        parts.engine.start()
+
+    others = [] if loaded.adapters is None else [loaded.adapters.follow]
+    has_failed = await serve(settings, parts.serving, tls, start, others)
     return await _stop_engine(parts, EXIT_FAILED if has_failed else 0, loaded.group)
 
 
@@ -129,15 +88,8 @@ def build_executor(
     """Builds and connects all parts. The engine's thread publishes to the event loop."""
     loop, failed = asyncio.get_running_loop(), asyncio.Event()
 
-    def take(output: EngineOutput) -> None:
-        try:
-            service.on_output(output)
-        except Exception:
-            log.exception("the output of a step is lost, and its streams cannot continue")
-            failed.set()
-
     def publish(output: EngineOutput) -> None:
-        loop.call_soon_threadsafe(take, output)
+        loop.call_soon_threadsafe(take_output, service, failed, output)
 
     def on_failure() -> None:
         loop.call_soon_threadsafe(failed.set)
@@ -168,30 +120,7 @@ def build_executor(
     service = ExecutorService(
         own_identity, engine, retention, tracing=tracing, grammars=grammars, adapters=loaded.adapters
     )
-    server = _server(settings, tls)
-    executor_pb2_grpc.add_ExecutorServiceServicer_to_server(service, server.grpc)
-    http = HttpPort(Starlette(routes=[metrics_route(executor_metrics(service))])) if settings.http_listen else None
-    return Parts(engine, runner, service, server, http, tracing, failed)
-
-
-async def _watch(parts: Parts, signals: Signals, limit_s: float) -> None:
-    async def on_change(is_stalled: bool) -> None:
-        parts.service.set_stalled(is_stalled)
-        await parts.server.set_live(not is_stalled)
-        await parts.server.set_serving(not (is_stalled or signals.drain.is_set()))
-
-    await watch_engine(parts.service, limit_s, on_change)
-
-
-async def _until(awaited: Coroutine[Any, Any, object], work: SequenceOf[asyncio.Task[Any]]) -> bool:
-    """Waits for `awaited`. Returns True if one of the tasks in `work` ends first, which is a failure."""
-    waiting = asyncio.ensure_future(awaited)
-    await asyncio.wait((waiting, *work), return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    ended = [task for task in work if task.done()]
-    for task in ended:
-        log.error("task %s ended", task.get_name(), exc_info=task.exception())
-    return bool(ended)
+    return Parts(engine, runner, make_serving(settings, service, tracing, failed, tls))
 
 
 async def _stop_engine(parts: Parts, exit_code: int, group: WorkerGroup | None) -> int:
@@ -210,12 +139,6 @@ async def _stop_engine(parts: Parts, exit_code: int, group: WorkerGroup | None) 
         os._exit(exit_code)
     log.info("stopped")
     return exit_code
-
-
-def _server(settings: ExecutorSettings, tls: TlsFiles | None) -> GrpcServer:
-    limits = ConnectionLimits(max_receive_bytes=MAX_LINK_BYTES)
-    check_peer = None if tls is None else PeerNameCheck(settings.router_names).check
-    return GrpcServer([SERVICE_NAME], limits=limits, tls=tls, check_peer=check_peer, wire_limits=LINK_WIRE_LIMITS)
 
 
 def make_drafting(settings: ExecutorSettings) -> Drafting | None:
@@ -243,7 +166,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
     model = loaded.model.description
     limits = loaded.limits
     description = executor_pb2.DescribeResponse(
-        executor_id=settings.executor_id or _default_executor_id(settings.listen),
+        executor_id=settings.executor_id or default_executor_id(settings.listen),
         generation=time.time_ns() // 1_000_000,
         protocol_version=PROTOCOL_VERSION,
         model=settings.served_model_name or loaded.source.name,
@@ -256,7 +179,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         context_length=limits.context_length,
         vocabulary_size=model.vocabulary_size,
         eos_token_ids=model.eos_token_ids,
-        default_sampling=_default_sampling(model.defaults),
+        default_sampling=default_sampling(model.defaults),
         batching=BATCHING_PROTO[settings.batching],
         scheduler_policy=policy_proto(limits),
         backend=loaded.model.forward.backend_name,
@@ -283,13 +206,3 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         description.num_adapter_slots,
     )
     return Identity(description, submission)
-
-
-def _default_sampling(defaults: GenerationDefaults) -> types_pb2.SamplingParams:
-    bad_word_ids = [types_pb2.TokenSequence(ids=ids) for ids in defaults.bad_word_ids]
-    return types_pb2.SamplingParams(bad_word_ids=bad_word_ids, **defaults.sampling)
-
-
-def _default_executor_id(listen: str) -> str:
-    """Returns host, port and a random number. Host and port alone are not unique: cloned machines have equal names."""
-    return f"{socket.gethostname()}:{listen.rpartition(':')[2]}:{secrets.token_hex(4)}"

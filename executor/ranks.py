@@ -18,7 +18,7 @@ from inflight.common.settings import ENV_PREFIX, SettingError
 from inflight.executor.attention.cpu import CpuAttention
 from inflight.executor.checkpoint.shards import Shard
 from inflight.executor.cpu.weight_form import ExecutorSizes
-from inflight.executor.device import choose_device
+from inflight.executor.device import choose_device, is_gpu
 from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
@@ -59,14 +59,14 @@ def check_devices(settings: ExecutorSettings) -> None:
     """Raises `SettingError` if there are too few GPUs, or for settings with which ranks do not run on GPUs."""
     size, first = settings.tensor_parallel_size, settings.device_index
     device = choose_device(settings.device)
-    if first and settings.device != "cpu" and device.type != "cuda":
+    if first and settings.device != "cpu" and not is_gpu(device):
         raise SettingError(f"device_index={first}: torch finds no such GPU")
-    if size == 1 or (device.type == "cpu" and settings.attention_backend != "triton"):
+    if size == 1 or (not is_gpu(device) and settings.attention_backend != "triton"):
         return
     for name, allowed in WITHOUT_RANKS_ON_GPUS.items():
         if (value := getattr(settings, name)) not in allowed:
             raise SettingError(f"{name}={value} does not go with tensor_parallel_size={size} on GPUs")
-    if device.type == "cuda" and _starts_others(settings) and (count := torch.cuda.device_count()) < size:
+    if is_gpu(device) and _starts_others(settings) and (count := torch.cuda.device_count()) < size:
         raise SettingError(
             f"tensor_parallel_size={size} needs a GPU for each rank from device_index={first} on, and torch finds "
             f"{count}"

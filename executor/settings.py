@@ -17,6 +17,15 @@ TARGETS = InterTokenTargets()
 class ExecutorSettings(ProcessSettings):
     """Settings of the executor, which runs a model with in-flight batching."""
 
+    engine: Literal["inflight", "vllm"] = Field(
+        "inflight",
+        description="what computes; vllm: the vLLM of this Python installation, of which engine_args are the flags",
+    )
+    engine_args: str = Field(
+        "",
+        description="flags of vLLM, quoted as in a shell, such as '--enforce-eager --pipeline-parallel-size 2'; only "
+        "with engine vllm",
+    )
     listen: str = Field(
         "127.0.0.1:50061",
         description="address for routers, host:port; host [::] is every interface, with IPv6 if there is any; port 0 "

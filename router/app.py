@@ -26,11 +26,11 @@ from inflight.router.config.tenants import TenantConfigFile
 from inflight.router.dashboard.feed import Feeds
 from inflight.router.dashboard.history import SAMPLE_S, History
 from inflight.router.dashboard.requests import RequestLog
-from inflight.router.dashboard.routes import board_routes
+from inflight.router.dashboard.routes import dashboard_routes
 from inflight.router.dashboard.sampling import Sampler
 from inflight.router.dashboard.watching import Watching
 from inflight.router.dispatch.dispatcher import Dispatcher
-from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.dispatch.pools import ModelPool, ModelPools
 from inflight.router.executors.channel import ExecutorChannels
 from inflight.router.kserve import service as kserve
 from inflight.router.ledger.ledgers import Ledgers
@@ -65,12 +65,12 @@ class RouterApp:
     """A router, built and not started. `http` is None without an address in the settings."""
 
     router_id: str
-    admission: TenantConfigFile
+    tenants: TenantConfigFile
     authentication: Authentication
     certificates: tuple[TlsFiles, ...]
     ledgers: Ledgers
     tokens: ResumeTokens
-    pools: ModelRegistry
+    pools: ModelPools
     stats: StatsSource
     service: InferenceService
     server: GrpcServer
@@ -84,15 +84,15 @@ class RouterApp:
 def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], registry: CollectorRegistry) -> RouterApp:
     """Builds a router from its settings, with its metrics in `registry`. Raises `SettingError`."""
     watching = Watching(History(), EventLog(), RequestLog())
-    has_board = settings.board and bool(settings.http_listen)
-    admission = TenantConfigFile.open(settings.admission_file, frozenset(texts), watching.events.admission_file_read)
+    has_dashboard = settings.board and bool(settings.http_listen)
+    tenants = TenantConfigFile.open(settings.admission_file, frozenset(texts), watching.events.admission_file_read)
     tls, channels = open_tls(settings), ExecutorChannels.of(settings)
-    authentication = Authentication(settings, lambda: {*texts, *admission.config.variants})
+    authentication = Authentication(settings, lambda: {*texts, *tenants.config.variants})
     router_id = settings.router_id or _default_router_id(settings.listen)
     tracing = open_tracing("router", router_id, settings.otlp_endpoint)
     metrics, latencies = RouterMetrics(registry, texts), Latencies(texts)
-    heard: list[RequestObserver] = [metrics, latencies, *([watching.requests] if has_board else [])]
-    listeners = RequestObservers(heard, RequestTracer(tracing.tracer) if tracing.is_on else None)
+    heard: list[RequestObserver] = [metrics, latencies, *([watching.requests] if has_dashboard else [])]
+    observers = RequestObservers(heard, RequestTracer(tracing.tracer) if tracing.is_on else None)
 
     def ledger_called(call: LedgerCall) -> None:
         metrics.ledger_called(call)
@@ -102,17 +102,16 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
     ledgers = Ledgers(settings.redis_url.get_secret_value(), router_id, ledger_settings_of(settings), ledger_called)
     tokens = resume_tokens(settings, ledgers.learn_secret)
     models = [
-        ModelBackend(name, text, _dispatcher(name, ledgers, settings, tokens), listeners)
-        for name, text in texts.items()
+        ModelPool(name, text, _dispatcher(name, ledgers, settings, tokens), observers) for name, text in texts.items()
     ]
-    variants, breached = (lambda: admission.config.variants), metrics.breaches.inc
+    variants, breached = (lambda: tenants.config.variants), metrics.breaches.inc
     max_output_delay_s = settings.max_output_delay_ms / 1000
-    pools = ModelRegistry(models, router_id, variants, channels, watching.events, breached, max_output_delay_s)
+    pools = ModelPools(models, router_id, variants, channels, watching.events, breached, max_output_delay_s)
     stats = StatsSource(pools, router_id, latencies)
     service = InferenceService(
-        pools, settings, admission, authentication.authenticator, tokens, stats, listeners, tracing.tracer
+        pools, settings, tenants, authentication.authenticator, tokens, stats, observers, tracing.tracer
     )
-    board = board_routes(Feeds(stats), authentication.authenticator, watching) if has_board else []
+    board = dashboard_routes(Feeds(stats), authentication.authenticator, watching) if has_dashboard else []
     sampler = Sampler(watching.history, watching.requests, latencies, lambda: stats.looks(SAMPLE_S / 2))
     scrape = ScrapeGauges(registry, models).refresh
     server = GrpcServer(
@@ -127,7 +126,7 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
     grpc_service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(kserve_service, server.grpc)
     return RouterApp(
         router_id=router_id,
-        admission=admission,
+        tenants=tenants,
         authentication=authentication,
         certificates=tuple(files for files in (tls, channels.tls) if files is not None),
         ledgers=ledgers,
@@ -139,7 +138,7 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
         tracing=tracing,
         http=HttpPort(http_app(registry, board, scrape)) if settings.http_listen else None,
         watching=watching,
-        sampler=sampler if has_board else None,
+        sampler=sampler if has_dashboard else None,
     )
 
 

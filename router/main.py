@@ -20,7 +20,7 @@ from inflight.common.rpc.server import GrpcServer, Signals, check_listen
 from inflight.common.settings import SettingError, describe, load
 from inflight.common.telemetry.logs import start_logging
 from inflight.router.app import RouterApp, build_router
-from inflight.router.dispatch.pools import ModelRegistry
+from inflight.router.dispatch.pools import ModelPools
 from inflight.router.ledger.ledgers import NoFunctionsError
 from inflight.router.settings import RouterSettings
 from inflight.router.text.tokenizer import TextModel
@@ -179,7 +179,7 @@ async def _work(router: RouterApp, settings: RouterSettings, *, has_checked: boo
         if not has_checked:
             tasks.create_task(_check_redis_user_later(router), name="user in Redis")
         tasks.create_task(router.pools.run(settings.executors, settings.resolve_interval_s), name="pools")
-        tasks.create_task(router.admission.follow(), name="admission file")
+        tasks.create_task(router.tenants.follow(), name="admission file")
         tasks.create_task(router.authentication.follow(), name="authentication")
         tasks.create_task(router.tokens.run(), name="resume secret")
         tasks.create_task(router.service.warm_up(), name="constraints")
@@ -189,7 +189,7 @@ async def _work(router: RouterApp, settings: RouterSettings, *, has_checked: boo
             tasks.create_task(files.follow(), name="certificates")
 
 
-async def _follow_readiness(pools: ModelRegistry, server: GrpcServer) -> None:
+async def _follow_readiness(pools: ModelPools, server: GrpcServer) -> None:
     """Reports ready while some model has an executor. A router without one answers calls with UNAVAILABLE and a retry
     hint."""
     while True:

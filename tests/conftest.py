@@ -22,7 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from inflight.local.redis_server import PrivateRedis
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
 from inflight.router.ledger.keys import PoolKeys
 from tests.support.ledger.store_pool import SETTINGS, START_MS, StorePool
 
@@ -55,6 +55,7 @@ SLOW = (
     "kernels/",
     "simulation/",
     "stack/",
+    "vllm/test_real_vllm.py",
 )
 # Run by `make lint`: what only reads sources and pages.
 LINT = (
@@ -200,8 +201,8 @@ def pool() -> str:
 
 @pytest.fixture
 async def store_pool(redis_url: str, redis_admin_url: str, pool: str) -> AsyncIterator[StorePool]:
-    """A pool of the admission store, with a clock that stands still."""
-    redis, routers_redis = connect(redis_admin_url, SETTINGS), connect(redis_url, SETTINGS)
+    """A pool of the ledger, with a clock that stands still."""
+    redis, routers_redis = connect_node(redis_admin_url, SETTINGS), connect_node(redis_url, SETTINGS)
     store_pool = StorePool(redis, routers_redis, PoolKeys(pool))
     await store_pool.set_clock(START_MS)
     yield store_pool

@@ -14,7 +14,7 @@ from inflight.bench.fleet.fleet import Fleet, Member
 from inflight.bench.fleet.proxy import Proxy, Weather
 from inflight.bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.common.errors import RequestError
-from inflight.router.ledger.connection import answered, connect
+from inflight.router.ledger.connection import answered, connect_node
 from inflight.router.ledger.settings import LedgerSettings
 
 # What routers keep in Redis, and before the names of its copies.
@@ -59,7 +59,7 @@ async def _empty(fleet: Fleet) -> None:
 async def _forget_newest(fleet: Fleet, lost_s: float) -> None:
     """Has Redis lose what it is told in so many seconds. Its connections stay, and no call fails."""
     settings = LedgerSettings()
-    async with aclosing(connect(fleet.redis_process.url(), settings)) as redis:
+    async with aclosing(connect_node(fleet.redis_process.url(), settings)) as redis:
         with suppress(RequestError):  # where Redis dies meanwhile, that is the fault
             await answered(redis.eval(REMEMBER, 0, KEYS, KEPT), settings)
             await asyncio.sleep(lost_s)

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from inflight.bench.comparison.options import ENGINE_MODE, PLAIN, BenchOptions, Variant
-from inflight.bench.peers.catalogue import SOURCES, PeerChoice, peer_environment
+from inflight.bench.peers.catalogue import READS_GGUF, SOURCES, PeerChoice, peer_environment
 from inflight.bench.peers.driver import Setup
 from inflight.bench.targets.driven import Driver
+from inflight.bench.targets.model import LocalModel
 from inflight.bench.workloads.generate import build_workload
 from inflight.bench.workloads.plan import GATE_TOKENS, Workload
 from inflight.common.disk_cache import cache_folder
@@ -51,13 +52,14 @@ def engine_driver(options: BenchOptions, variant: Variant = PLAIN) -> Driver:
     )
 
 
-def peer_driver(options: BenchOptions, peer: PeerChoice, model_folder: Path) -> Driver:
+def peer_driver(options: BenchOptions, peer: PeerChoice, model: LocalModel) -> Driver:
     """Another engine with as many seats and cores."""
+    source = (model.gguf_file if peer.name in READS_GGUF else None) or model.folder
     return Driver(
         mode=peer.mode,
         command=peer.command,
         environment=peer_environment(peer, os.environ, usable_cores()),
-        setup=_setup(options, str(model_folder), (), peer.variant),
+        setup=_setup(options, str(source), (), peer.variant),
         log_file=RUN_FOLDER / "bench-peers" / f"{peer.mode}.log",
     )
 

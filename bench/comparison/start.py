@@ -134,7 +134,7 @@ def _words_of(variant: Variant) -> dict[str, str]:
 async def _start_peer(options: BenchOptions, peer: PeerChoice, model: LocalModel, opened: AsyncExitStack) -> Target:
     if not peer.is_installed:
         raise TargetError(missing_words(peer))
-    target = await opened.enter_async_context(driven(peer_driver(options, peer, model.folder), options.slo))
+    target = await opened.enter_async_context(driven(peer_driver(options, peer, model), options.slo))
     target.words.update(shortcomings(peer))
     return target
 

@@ -15,10 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from inflight import AsyncClient
 from inflight.bench.fleet.fleet import Fleet
 from inflight.errors import InflightError
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
+from inflight.router.ledger.functions import ScriptCalls, compose_library, shared_source
 from inflight.router.ledger.keys import PoolKeys
-from inflight.router.ledger.lua import compose_library, shared_source
-from inflight.router.ledger.script_calls import ScriptCalls
 from inflight.router.ledger.settings import LedgerSettings
 
 LOOK_EVERY_S = 0.1
@@ -130,7 +129,7 @@ async def leak_of(
 ) -> Leak:
     """What is left in a pool, once nothing is or after `timeout_s` seconds. The adapters that executors hold are looked
     up in their metrics."""
-    redis = connect(redis_url, LedgerSettings(call_timeout_ms=round(LAST_CALL_TIMEOUT_S * 1000)))
+    redis = connect_node(redis_url, LedgerSettings(call_timeout_ms=round(LAST_CALL_TIMEOUT_S * 1000)))
     try:
         ends_s = time.monotonic() + timeout_s
         while True:

@@ -19,7 +19,7 @@ from inflight.bench.ledger.figures import BATCHED, SETTLED
 from inflight.bench.ledger.scale import PoolScale, executor_id, request_id, router_id
 from inflight.bench.ledger.wire import Template
 from inflight.common.errors import RequestError
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
 from inflight.router.ledger.keys import NUM_CLASSES, PoolKeys
 from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.settings import LedgerSettings
@@ -91,7 +91,7 @@ class Recorder:
         self._is_recording = False
         self._recorded: list[tuple[Any, ...]] = []
 
-    async def execute_command(self, *command: Any) -> Any:
+    async def execute_command(self, *command: Any, **options: Any) -> Any:
         """Sends a command, or remembers it."""
         if not self._is_recording:
             return await self._redis.execute_command(*command)
@@ -147,7 +147,7 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
     """Registers the routers and records what they send."""
     # A submit says until when it is waited for, and these are sent again and again.
     settings = LedgerSettings(max_queue_requests=10**9, age_ms=AGE_NEVER_MS, call_timeout_ms=AGE_NEVER_MS)
-    redis = connect(url, settings)
+    redis = connect_node(url, settings)
     try:
         recorder = Recorder(redis)
         names = [router_id(number) for number in range(scale.routers)]
@@ -183,7 +183,7 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
 async def take_snapshot(url: str, pool: str) -> Snapshot:
     """Returns the store's snapshot of the pool."""
     settings = LedgerSettings()
-    redis = connect(url, settings)
+    redis = connect_node(url, settings)
     try:
         return await RedisLedger(redis, pool, "observer", settings, lambda event: None).snapshot()
     finally:

@@ -26,13 +26,17 @@ KV_CACHE_GIB = 2
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("compiled", "eager", "ngram"),
+    "llama": ("file", "q4_0"),
     "transformers": ("static-8", "static-32", "continuous"),
 }
 # A library that we depend on ourselves.
 OUR_OWN = frozenset({"transformers"})
+# Peers that read the GGUF file itself instead of the folder that is made of it.
+READS_GGUF = frozenset({"llama"})
 # What a peer's bare name stands for.
 DEFAULT_VARIANTS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("compiled",),
+    "llama": ("file", "q4_0"),
     "transformers": ("static-8", "static-32", "continuous"),
 }
 
@@ -111,10 +115,10 @@ def _vllm_environment(peer: PeerChoice, cores: Sequence[int]) -> dict[str, str]:
 
 def preloads(environment_folder: Path | None, library_folders: Sequence[Path] = LIBRARY_FOLDERS) -> list[Path]:
     """Returns the allocator and the OpenMP library that vLLM wants loaded first, as far as this machine has them."""
-    wanted = [folder / TCMALLOC for folder in library_folders]
-    if environment_folder is not None:
-        wanted.append(environment_folder / "lib" / "libiomp5.so")
-    return [path.absolute() for path in wanted if path.exists()]
+    own = [] if environment_folder is None else [environment_folder / "lib"]
+    allocators = [path for folder in (*library_folders, *own) if (path := folder / TCMALLOC).exists()]
+    openmp = [path for folder in own if (path := folder / "libiomp5.so").exists()]
+    return [path.absolute() for path in (*allocators[:1], *openmp)]
 
 
 def missing_words(peer: PeerChoice) -> str:

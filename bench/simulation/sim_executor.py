@@ -231,7 +231,7 @@ class SimExecutor:
             session.accepted(sequence)
         for sequence, refusal in output.rejected:
             self._reject(sequence, refusal)
-        for sequence in output.started:
+        for sequence in output.boarded:
             self.session_of[sequence].started(sequence)
         for sequence, offset, token_id in output.tokens:
             self.session_of[sequence].token(sequence, offset, token_id)

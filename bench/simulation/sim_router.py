@@ -24,8 +24,8 @@ from inflight.bench.timeline.virtual_loop import VirtualLoop
 from inflight.common.errors import Reason, RequestError
 from inflight.executor.scheduler.sequence import FinishReason
 from inflight.router.dispatch.dispatcher import Dispatcher
+from inflight.router.ledger.calls import Turns
 from inflight.router.ledger.codec import Argument, Reply
-from inflight.router.ledger.connection import Turns
 from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import LedgerEvent, Queued

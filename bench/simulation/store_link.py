@@ -15,8 +15,8 @@ from inflight.bench.redis.pipelined import RedisWire
 from inflight.bench.redis.wire import command
 from inflight.bench.timeline.timeline import Timeline
 from inflight.router.ledger.codec import Reply, parse_reply, parse_snapshot
+from inflight.router.ledger.functions import load_scripts
 from inflight.router.ledger.keys import PoolKeys
-from inflight.router.ledger.lua import load_scripts
 from inflight.router.ledger.types import Snapshot
 
 STEERED_CLOCK = "local function now_ms() return tonumber(redis.call('GET', KEYS[1] .. ':clock')) end\n"

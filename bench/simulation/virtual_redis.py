@@ -7,7 +7,7 @@ A dead router's calls fail at once and reach no Redis.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inflight.bench.redis.wire import command
@@ -33,7 +33,7 @@ class VirtualRedis:
         """Stops waiting for mail."""
         self._link.unlisten(self._mailbox)
 
-    async def execute_command(self, *args: Any) -> Any:
+    async def execute_command(self, *args: Any, keys: Sequence[str]) -> Any:
         """Calls a script by its function."""
         return await self._call(args[1], *args)
 

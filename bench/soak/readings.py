@@ -10,7 +10,7 @@ from inflight import AsyncClient
 from inflight.bench.measures.processes import PROC, resident_bytes
 from inflight.bench.targets.target import TargetError
 from inflight.errors import InflightError
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
 from inflight.router.ledger.settings import LedgerSettings
 
 BYTES_PER_MIB = 1 << 20
@@ -26,7 +26,7 @@ class Readings:
 
     def __init__(self, pids: Mapping[str, int], redis_url: str, client: AsyncClient) -> None:
         self._pids = pids
-        self._redis = connect(redis_url, LedgerSettings())
+        self._redis = connect_node(redis_url, LedgerSettings())
         self._client = client
         self.at_s: list[float] = []
         self.series: Series = defaultdict(list)

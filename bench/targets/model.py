@@ -1,4 +1,4 @@
-"""The model of a local benchmark as a Hugging Face folder with weights: the form that every engine reads."""
+"""The model of a local benchmark: a Hugging Face folder with weights, which most engines read, and its GGUF file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from inflight.common.model_source import ModelError, ModelSource, resolve_model
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model on this machine."""
+    """A model on this machine. `gguf_file` is None where it is a folder with weights."""
 
     name: str
     folder: Path
+    gguf_file: Path | None
     vocabulary_size: int
 
 
@@ -26,7 +27,7 @@ def local_model(model: str | None) -> LocalModel:
     """
     source = resolve_model(model or "")
     folder = source.folder if source.gguf_file is None else _imported(source)
-    return LocalModel(source.name, folder, _vocabulary_size(folder))
+    return LocalModel(source.name, folder, source.gguf_file, _vocabulary_size(folder))
 
 
 def _imported(source: ModelSource) -> Path:

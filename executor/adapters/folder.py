@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.common.followed import FileVersion, version_of
+from inflight.executor.adapters.errors import AdapterError, AdapterGoneError
 from inflight.executor.adapters.peft_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    AdapterError,
-    AdapterGoneError,
     parse,
     read_files,
 )

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from inflight.executor.adapters.errors import AdapterError
 from inflight.executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights, module_name
 
 CONFIG_FILE = "adapter_config.json"
@@ -55,14 +56,6 @@ IGNORED = frozenset(
 INITIALIZATIONS = (None, True, False, "gaussian", "orthogonal", "eva")
 PREFIX = "base_model.model."
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class AdapterError(ValueError):
-    """An adapter that cannot be served. The text names the field or tensor."""
-
-
-class AdapterGoneError(AdapterError):
-    """An adapter whose files were replaced or removed."""
 
 
 @dataclass(frozen=True, slots=True)

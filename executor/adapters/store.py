@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from inflight.common.followed import poll
+from inflight.executor.adapters.errors import AdapterError, AdapterGoneError, NoSlotError, UnknownAdapterError
 from inflight.executor.adapters.folder import AdapterFolder, KnownAdapter
-from inflight.executor.adapters.peft_files import AdapterError, AdapterGoneError
 from inflight.executor.adapters.weights import AdapterWeights
 from inflight.executor.scheduler.sequence import Sequence
 
@@ -45,14 +45,6 @@ class AdapterUse:
     is_resident: bool
     num_sequences: int
     num_loads: int
-
-
-class UnknownAdapterError(Exception):
-    """No adapter has this hash."""
-
-
-class NoSlotError(Exception):
-    """Sequences hold as many other adapters as there are slots."""
 
 
 class AdapterStore:

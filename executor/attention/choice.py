@@ -15,6 +15,7 @@ from inflight.executor.attention.cpu import SUFFIXES, CpuAttention, max_head_dim
 from inflight.executor.attention.flashinfer import NAME as FLASHINFER
 from inflight.executor.attention.flashinfer import import_wrapper
 from inflight.executor.attention.reference import ReferenceAttention
+from inflight.executor.device import is_gpu
 from inflight.executor.native.build import BuildFailure
 from inflight.executor.native.library import load_native
 from inflight.executor.native.pool import NativePool
@@ -53,7 +54,7 @@ def choose_backend(
         raise ModelError(f"attention backend {name!r} is unknown; use one of {', '.join(BACKEND_NAMES)}")
     if name == FLASHINFER and isinstance(obstacle := import_wrapper(), str):
         raise ModelError(f"attention backend {name!r} cannot run: {obstacle}")
-    wanted = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
+    wanted = name if name != "auto" else "triton" if is_gpu(device) else "cpu"
     found = _cpu_backend(device, dtype, shapes, instructions) if wanted == "cpu" else _triton_backend(device, shapes)
     if isinstance(found, BackendChoice):
         return found
@@ -65,7 +66,7 @@ def choose_backend(
 def _cpu_backend(
     device: torch.device, dtype: torch.dtype, shapes: Sequence[KvShape], instructions: str
 ) -> BackendChoice | BuildFailure:
-    if device.type != "cpu":
+    if is_gpu(device):
         return BuildFailure(f"the device is {device.type}")
     if dtype not in SUFFIXES:
         return BuildFailure(f"it computes in {' and '.join(SUFFIXES.values())}, not {dtype}")
@@ -90,7 +91,7 @@ def _triton_backend(device: torch.device, shapes: Sequence[KvShape]) -> BackendC
     if largest > MAX_TRITON_HEAD_DIM:
         return BuildFailure(f"heads of {largest} numbers are larger than {MAX_TRITON_HEAD_DIM}")
     interprets = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda":
+    if not is_gpu(device):
         if not interprets:
             return BuildFailure(f"the device is {device.type}, and TRITON_INTERPRET=1 is not set")
         return BackendChoice(_triton_attention(), "triton: interpreted, very slowly, as TRITON_INTERPRET requests")

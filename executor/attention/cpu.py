@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from inflight.executor.attention.backend import KvShape, LayerKv, Scoring
+from inflight.executor.device import is_gpu
 from inflight.executor.native.library import NativeLibrary
 from inflight.executor.native.memory import HUGE_PAGE_BYTES, huge_zeros
 from inflight.executor.native.pool import NativePool
@@ -46,7 +47,7 @@ class CpuAttention:
     def allocate(
         self, shape: KvShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerKv:
-        assert block_size % LANES == 0 and shape.head_dim <= self.max_head_dim and device.type == "cpu"
+        assert block_size % LANES == 0 and shape.head_dim <= self.max_head_dim and not is_gpu(device)
         dim = -(-shape.head_dim // LANES) * LANES
         # The scales of a group of int8 follow its numbers.
         num_bytes = LANES * SCALE_BYTES if dtype == torch.int8 else 0

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from inflight.common.model_source import ModelError
 from inflight.executor.attention.backend import AttentionBackend, KvShape, LayerKv, Scoring, StepAttention
+from inflight.executor.device import is_gpu
 from inflight.executor.step.batch import StepBatch
 
 NAME = "flashinfer"
@@ -142,7 +143,7 @@ class FlashInfer:
         self._ring = [{scoring: wrapper_type(workspace, "HND") for scoring in heads.scorings} for _ in range(RING)]
         self._copied: list[torch.cuda.Event | None] = [None] * RING
         self._next = 0
-        self._heads, self._dtype, self._is_cuda = heads, dtype, device.type == "cuda"
+        self._heads, self._dtype, self._is_cuda = heads, dtype, is_gpu(device)
         self._decodes = decodes
         self.is_required = is_required
 
@@ -235,7 +236,7 @@ def open_flashinfer(
         ModelError: it is named and cannot run.
     """
     is_required = backend_name == NAME
-    if not is_required and (backend_name != "auto" or device.type != "cuda"):
+    if not is_required and (backend_name != "auto" or not is_gpu(device)):
         return None
     decodes = backend if isinstance(backend, DecodeAttention) else None
     obstacle = unsupported_reason(None if decodes is None else heads, dtype, kv_dtypes)

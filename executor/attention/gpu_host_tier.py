@@ -17,7 +17,7 @@ from torch import Tensor
 
 from inflight.common.settings import SettingError
 from inflight.executor.attention.backend import LayerKv
-from inflight.executor.device import to_device
+from inflight.executor.device import is_gpu, to_device
 from inflight.executor.native.memory import huge_zeros
 
 # Device memory for blocks in transit. Large enough for the link's full speed, small beside a pool.
@@ -39,7 +39,7 @@ class GpuHostTier:
         self._widths = [rows.shape[1] for rows in self._layers]
         num_words = sum(self._widths)
         self._host = host_memory(num_host_blocks, num_words)
-        if self._device.type == "cuda":
+        if is_gpu(self._device):
             lock(self._host)
         num_staged = staging_bytes(WORD_BYTES * num_words, num_host_blocks) // (WORD_BYTES * num_words)
         self._staging = torch.empty((num_staged, num_words), dtype=torch.int64, device=self._device)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from inflight.executor.attention.backend import LayerKv
 from inflight.executor.attention.gpu_host_tier import GpuHostTier, Pairs, host_memory
+from inflight.executor.device import is_gpu
 
 Words = npt.NDArray[np.int64]
 
@@ -31,8 +32,7 @@ class HostTier(Protocol):
 
 def open_host_tier(kv: Sequence[LayerKv], num_host_blocks: int) -> HostTier:
     """Returns the tier for the device that the pool is on."""
-    is_on_gpu = kv[0].keys.device.type == "cuda"
-    return GpuHostTier(kv, num_host_blocks) if is_on_gpu else CpuHostTier(kv, num_host_blocks)
+    return GpuHostTier(kv, num_host_blocks) if is_gpu(kv[0].keys.device) else CpuHostTier(kv, num_host_blocks)
 
 
 class CpuHostTier:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from inflight.common.model_source import ModelError
 from inflight.executor.attention.backend import AttentionBackend
+from inflight.executor.device import is_gpu
 
 LARGEST = 127
 # A smaller scale is 0: the kernels treat denormal numbers as zero.
@@ -73,7 +74,7 @@ def check_backend(layer_dtypes: Sequence[torch.dtype], backend: AttentionBackend
 
 def check_fp8_device(setting: str, device: torch.device) -> None:
     """Raises `ModelError` if the device is a GPU without conversions to and from e4m3."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_FP8_CAPABILITY:

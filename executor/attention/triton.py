@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from inflight.executor.attention.backend import KvShape, LayerKv, Scoring
+from inflight.executor.device import is_gpu
 from inflight.executor.kernels.attention import attend_kernel, combine_kernel
 from inflight.executor.kernels.rope_write import write_kernel
 from inflight.executor.kernels.tiling import (
@@ -168,7 +169,7 @@ class _Call:
 @cache
 def is_hopper(device: torch.device) -> bool:
     """Returns whether a device is a GPU of compute capability 9.0."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return is_gpu(device) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def scales_of(kv: LayerKv) -> tuple[Tensor, Tensor]:

@@ -38,7 +38,8 @@ class Family:
 
     `norm_offset` is added to the weights of norms. `has_multipliers`: the configuration multiplies embeddings, what is
     added to the residual stream, and logits. `caps_logits`: the configuration has a soft cap of logits. `is_rotated`
-    tells from the attention of a layer whether it has a rotary embedding.
+    tells from the attention of a layer whether it has a rotary embedding. `has_sigmoid_router`: experts are weighted by
+    the sigmoids of their scores, not by the softmax of all.
     """
 
     norms: Norms = Norms()
@@ -47,6 +48,7 @@ class Family:
     has_multipliers: bool = False
     caps_logits: bool = False
     is_rotated: Callable[[Any], bool] = lambda attention: True
+    has_sigmoid_router: bool = False
 
 
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -58,15 +60,20 @@ FAMILIES = {
     ),
     "Gemma2ForCausalLM": GEMMA,
     "Gemma3ForCausalLM": GEMMA,
+    "Glm4MoeForCausalLM": Family(has_sigmoid_router=True),
     "GraniteForCausalLM": Family(has_multipliers=True),
+    "GraniteMoeForCausalLM": Family(has_multipliers=True),
     "LlamaForCausalLM": Family(),
+    "MiniMaxM2ForCausalLM": Family(has_sigmoid_router=True),
     "Ministral3ForCausalLM": Family(),
     "MistralForCausalLM": Family(),
     "MixtralForCausalLM": Family(),
     "Olmo2ForCausalLM": Family(AFTER),
     "Olmo3ForCausalLM": Family(AFTER),
+    "OlmoeForCausalLM": Family(),
     "Phi3ForCausalLM": Family(),
     "Qwen2ForCausalLM": Family(),
+    "Qwen2MoeForCausalLM": Family(),
     "Qwen3ForCausalLM": Family(),
     "Qwen3MoeForCausalLM": Family(),
     "SeedOssForCausalLM": Family(),
@@ -86,12 +93,29 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Routing:
+    """How experts are chosen and weighted, beyond a softmax of the router's scores.
+
+    With `has_sigmoid` the weights are sigmoids of the scores. The experts are `num_groups` groups of neighbours; the
+    `num_chosen_groups` whose two largest weights, each with its correction, have the largest sums take part. `scale`
+    multiplies the weights.
+    """
+
+    has_sigmoid: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderShape:
     """Sizes and constants. A window of None is the whole context. `layer_ropes` are indices in `ropes`, which are of
     the same size.
 
     `intermediate_size` is that of an expert if there are experts. Their weights are the softmax of the router's scores
-    over all experts, or with `normalizes_experts` over those that a token chooses.
+    over all experts, or with `normalizes_experts` over those that a token chooses; `routing` describes other ways.
+    Beside them `shared_size` is the size of the shared expert of a layer, and `dense_size` that of the layers without
+    experts; 0 where there are none.
 
     A soft cap c makes `c * tanh(x / c)` of scores and logits x; None leaves them. `logit_scale` is applied before.
     """
@@ -117,6 +141,9 @@ class DecoderShape:
     num_experts: int = 0
     num_experts_per_token: int = 0
     normalizes_experts: bool = False
+    routing: Routing = Routing()
+    shared_size: int = 0
+    dense_size: int = 0
 
     @property
     def rotary_dim(self) -> int:
@@ -134,8 +161,10 @@ class LayerWeights:
     of one head or, as long as all heads together, of all. `qkv_parts` are the projections of queries, keys and values,
     and `gate_up_parts` those of gate and up: separate, or one that is fused.
 
-    With experts there is a router `[num_experts, hidden_size]`, and `gate_up` and `down` have one dimension more, the
-    experts, in front.
+    With experts there is a router `[num_experts, hidden_size]`, and `gate_up_parts`, which is one, and `down` have one
+    dimension more, the experts, in front. `router_correction` `[num_experts]` is added to the weights of experts for
+    the choice alone. What a shared expert yields is multiplied by the sigmoid of the product with `shared_gate`
+    `[1, hidden_size]`, if there is one.
     """
 
     input_norm: Tensor | None
@@ -150,6 +179,10 @@ class LayerWeights:
     down: Matrix
     feed_forward_output_norm: Tensor | None
     router: Tensor | None = None
+    router_correction: Tensor | None = None
+    shared_gate_up_parts: tuple[Matrix, ...] = ()
+    shared_down: Matrix | None = None
+    shared_gate: Tensor | None = None
 
     @property
     def qkv_matrices(self) -> tuple[Matrix, ...]:
@@ -207,7 +240,7 @@ def read_decoder(
             num_heads=config.num_attention_heads,
             num_kv_heads=layers[0].shape.num_kv_heads,
             head_dim=layers[0].shape.head_dim,
-            intermediate_size=read[0].down.shape[-1],
+            intermediate_size=next((layer for layer in read if layer.router is not None), read[0]).down.shape[-1],
             vocabulary_size=head.weight.shape[0],
             norm_epsilon=float(config.rms_norm_eps),
             attention_scale=layers[0].scoring.scale,
@@ -217,7 +250,7 @@ def read_decoder(
             activation=ACTIVATIONS[getattr(config, family.activation_name)],
             softcap=layers[0].scoring.softcap,
             **_scales(config, family, body),
-            **_experts(body.layers[0].mlp),
+            **_experts(body, family),
         ),
         embedding=body.embed_tokens.weight,
         layers=read,
@@ -235,8 +268,8 @@ def _obstacle(config: PretrainedConfig, family: Family, body: Any, head: Any, la
         return "the soft cap of its scores differs between layers"
     if any(layer.scoring.scale != layers[0].scoring.scale for layer in layers):
         return "the scale of its scores differs between layers"
-    if len({hasattr(module.mlp, "experts") for module in body.layers}) > 1:
-        return "some of its layers have experts and others have not"
+    if getattr(config, "clip_qkv", None) is not None:
+        return "its queries, keys and values are clipped"
     if any(getattr(_feed_forward(module).down_proj, "bias", None) is not None for module in body.layers):
         return "its feed-forward layers have biases"
     return None if head.bias is None else "its output layer has a bias"
@@ -268,20 +301,46 @@ def _scales(config: PretrainedConfig, family: Family, body: Any) -> dict[str, An
     return scales
 
 
-def _experts(mlp: Any) -> dict[str, Any]:
+def _experts(body: Any, family: Family) -> dict[str, Any]:
     """Returns how many experts a layer has, how many of them a token uses, and how they are weighted."""
-    if not hasattr(mlp, "experts"):
+    blocks = [block for module in body.layers if hasattr(block := _block(module), "experts")]
+    if not blocks:
         return {}
+    router, shared = _router(blocks[0]), _shared(blocks[0])
+    dense = [_block(module) for module in body.layers if not hasattr(_block(module), "experts")]
     return {
-        "num_experts": mlp.gate.num_experts,
-        "num_experts_per_token": mlp.gate.top_k,
-        "normalizes_experts": getattr(mlp.gate, "norm_topk_prob", True),
+        "num_experts": router.num_experts,
+        "num_experts_per_token": router.top_k,
+        "normalizes_experts": getattr(router, "norm_topk_prob", True),
+        "routing": Routing(
+            family.has_sigmoid_router,
+            getattr(router, "num_group", 1),
+            getattr(router, "topk_group", 1),
+            float(getattr(router, "routed_scaling_factor", 1.0)),
+        ),
+        "shared_size": 0 if shared is None else shared.down_proj.weight.shape[1],
+        "dense_size": dense[0].down_proj.weight.shape[1] if dense else 0,
     }
+
+
+def _block(module: Any) -> Any:
+    """Returns the feed-forward layer of a layer, or the router with the experts."""
+    return module.block_sparse_moe if hasattr(module, "block_sparse_moe") else module.mlp
+
+
+def _router(block: Any) -> Any:
+    return block.router if hasattr(block, "router") else block.gate
+
+
+def _shared(block: Any) -> Any:
+    """Returns the expert of a block that every token uses; None if there is none."""
+    return getattr(block, "shared_expert", getattr(block, "shared_experts", None))
 
 
 def _feed_forward(module: Any) -> Any:
     """Returns the module with the weights of a layer's feed-forward layer, or of its experts."""
-    return getattr(module.mlp, "experts", module.mlp)
+    block = _block(module)
+    return getattr(block, "experts", block)
 
 
 def _read_ropes(body: Any, config: PretrainedConfig, family: Family) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
@@ -324,8 +383,23 @@ def _read_layer(module: Any, family: Family) -> LayerWeights:
         gate_up_parts=_gate_up_parts(feed_forward),
         down=_weight(feed_forward.down_proj),
         feed_forward_output_norm=_norm_weight(module, norms.feed_forward_output, family),
-        router=module.mlp.gate.weight if hasattr(module.mlp, "experts") else None,
+        **_read_routing(_block(module)),
     )
+
+
+def _read_routing(block: Any) -> dict[str, Any]:
+    """Returns the fields of `LayerWeights` that a layer with experts has besides."""
+    if not hasattr(block, "experts"):
+        return {}
+    router, shared, gate = _router(block), _shared(block), getattr(block, "shared_expert_gate", None)
+    correction = getattr(router, "e_score_correction_bias", getattr(block, "e_score_correction_bias", None))
+    return {
+        "router": router.weight,
+        "router_correction": correction,
+        "shared_gate_up_parts": () if shared is None else _gate_up_parts(shared),
+        "shared_down": None if shared is None else _weight(shared.down_proj),
+        "shared_gate": None if gate is None else gate.weight,
+    }
 
 
 def _gate_up_parts(feed_forward: Any) -> tuple[Matrix, ...]:

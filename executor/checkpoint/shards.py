@@ -85,15 +85,23 @@ class Shard:
         """Returns the biases of the rank's heads."""
         return torch.cat([part for part in self.qkv(shape, (bias,)) if isinstance(part, Tensor)])
 
-    def gate_up(self, shape: DecoderShape, parts: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
+    def gate_up(self, parts: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
         """Returns the rank's columns of the gate and of the up projection: two weights, or one that is fused."""
         if self.num_ranks == 1:
             return parts
-        columns = self._inner(shape)
-        return tuple(_rows(part, columns) for part in _divided(parts, [shape.intermediate_size] * 2))
+        size = sum(part.shape[0] for part in parts) // 2
+        columns = self.columns(size, PART_INNER_COLUMNS)
+        return tuple(_rows(part, columns) for part in _divided(parts, [size] * 2))
 
-    def _inner(self, shape: DecoderShape) -> slice:
-        return self.columns(shape.intermediate_size, PART_INNER_COLUMNS)
+    def experts_gate_up(self, weight: Tensor) -> Tensor:
+        """Returns the rank's columns of the gate and of the up projection of every expert, `[experts, 2 * columns,
+        hidden]`."""
+        columns = self.columns(weight.shape[1] // 2, PART_INNER_COLUMNS)
+        return weight.reshape(weight.shape[0], 2, -1, weight.shape[2])[:, :, columns].flatten(1, 2)
+
+    def experts_down(self, shape: DecoderShape, weight: Tensor) -> Tensor:
+        """Returns the rank's columns of what every expert yields, `[experts, columns, inner]`."""
+        return weight[:, self.columns(shape.hidden_size)]
 
     def hidden(self, shape: DecoderShape, weight: Matrix) -> Matrix:
         """Returns the rank's columns of a matrix that is added to the residual stream."""
@@ -102,7 +110,8 @@ class Shard:
     def outputs(self, shape: DecoderShape) -> tuple[slice, ...]:
         """Returns the rank's rows of the seven weights of a layer, from queries to the down projection."""
         queries, keys, values = self._heads(shape)
-        hidden, inner = self.columns(shape.hidden_size), self._inner(shape)
+        hidden = self.columns(shape.hidden_size)
+        inner = self.columns(shape.intermediate_size, PART_INNER_COLUMNS)
         return queries, keys, values, hidden, inner, inner, hidden
 
 
@@ -142,10 +151,22 @@ def divide(weights: DecoderWeights, shard: Shard, device: torch.device) -> Decod
     def vector(part: Tensor | None) -> Tensor | None:
         return None if part is None else place(part)
 
+    def joined_gate_up(parts: tuple[Matrix, ...]) -> tuple[Tensor]:
+        return (torch.cat([place(part) for part in shard.gate_up(parts)]),)
+
+    def feed_forward_part(layer: LayerWeights) -> tuple[tuple[Tensor], Tensor]:
+        if layer.router is None:
+            return joined_gate_up(layer.gate_up_parts), place(shard.hidden(shape, layer.down))
+        (gate_up,), down = layer.gate_up_parts, layer.down
+        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+        return (place(shard.experts_gate_up(gate_up)),), place(shard.experts_down(shape, down))
+
     def layer_part(layer: LayerWeights) -> LayerWeights:
         bias = None if layer.qkv_bias is None else place(shard.qkv_bias(shape, layer.qkv_bias))
         qkv = torch.cat([place(part) for part in shard.qkv(shape, layer.qkv_matrices)])
         output_bias = None if layer.output_bias is None else place(shard.hidden(shape, layer.output_bias))
+        gate_up, down = feed_forward_part(layer)
+        shared = layer.shared_down
         return LayerWeights(
             input_norm=vector(layer.input_norm),
             qkv_parts=(_linear(qkv, bias),),
@@ -155,9 +176,14 @@ def divide(weights: DecoderWeights, shard: Shard, device: torch.device) -> Decod
             output_bias=output_bias,
             attention_output_norm=vector(layer.attention_output_norm),
             post_attention_norm=vector(layer.post_attention_norm),
-            gate_up_parts=(torch.cat([place(part) for part in shard.gate_up(shape, layer.gate_up_parts)]),),
-            down=place(shard.hidden(shape, layer.down)),
+            gate_up_parts=gate_up,
+            down=down,
             feed_forward_output_norm=vector(layer.feed_forward_output_norm),
+            router=vector(layer.router),
+            router_correction=vector(layer.router_correction),
+            shared_gate_up_parts=() if shared is None else joined_gate_up(layer.shared_gate_up_parts),
+            shared_down=None if shared is None else place(shard.hidden(shape, shared)),
+            shared_gate=vector(layer.shared_gate),
         )
 
     shape = weights.shape

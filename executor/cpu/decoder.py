@@ -22,7 +22,7 @@ from torch import Tensor
 from inflight.common.machine import return_free_memory
 from inflight.executor.adapters.weights import AdapterMatrix, AdapterWeights
 from inflight.executor.attention.backend import LayerKv
-from inflight.executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights
+from inflight.executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights, Routing
 from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, dense_matrix
 from inflight.executor.checkpoint.shards import WHOLE, Shard
 from inflight.executor.cpu.coded_weights import CodedWeight, encode, is_supported
@@ -98,6 +98,12 @@ def unsupported_reason(shape: DecoderShape) -> str | None:
         return f"heads of {shape.head_dim} numbers are larger than 512"
     if max(shape.hidden_size, shape.num_heads * shape.head_dim) > MAX_WIDTH:
         return f"rows of more than {MAX_WIDTH} numbers are not supported"
+    if shape.dense_size:
+        return "some of its layers have experts and others have not"
+    if shape.shared_size:
+        return "it has a shared expert"
+    if shape.routing != Routing():
+        return "its router is not a softmax alone"
     return None
 
 
@@ -411,14 +417,14 @@ def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int
         yield index, Packed.QKV, shard.qkv(shape, layer.qkv_matrices)
         yield index, Packed.OUTPUT, (shard.hidden(shape, layer.output),)
         if layer.router is None:
-            yield index, Packed.GATE_UP, shard.gate_up(shape, layer.gate_up_parts)
+            yield index, Packed.GATE_UP, shard.gate_up(layer.gate_up_parts)
             yield index, Packed.DOWN, (shard.hidden(shape, layer.down),)
             continue
         (gate_up,), down = layer.gate_up_parts, layer.down
         assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         for expert in range(shape.num_experts):
             index_of_all = index * shape.num_experts + expert
-            yield index_of_all, Packed.EXPERT_GATE_UP, shard.gate_up(shape, (gate_up[expert],))
+            yield index_of_all, Packed.EXPERT_GATE_UP, shard.gate_up((gate_up[expert],))
             yield index_of_all, Packed.EXPERT_DOWN, (shard.hidden(shape, down[expert]),)
     yield 0, Packed.EMBEDDING, (shard.embedding(weights),)
     yield 0, Packed.HEAD, (shard.head(weights),)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from inflight.executor.cpu.logits import address, addresses_of
+from inflight.executor.device import is_gpu
 from inflight.executor.native.build import BuildFailure
 from inflight.executor.native.library import NativeLibrary, load_native
 from inflight.executor.native.pool import NativePool
@@ -81,7 +82,7 @@ def choose_sampler(
     device: torch.device, instructions: str = "auto", pool: NativePool | None = None
 ) -> NativeSampler | None:
     """Returns the C++ sampler if it can run on the device's logits. Logs the reason if it should run but cannot."""
-    if device.type != "cpu":
+    if is_gpu(device):
         return None
     library = load_native(instructions)
     if isinstance(library, BuildFailure):

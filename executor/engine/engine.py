@@ -141,7 +141,7 @@ class Engine:
         self._parts.end(LoopPart.INBOX)
         plan = self._plan()
         output.finished.extend(self._log_errors(self._scheduler.take_finished()))
-        output.paused, output.started = plan.preempted, plan.boarded
+        output.preempted, output.boarded = plan.preempted, plan.boarded
         self._parts.end(LoopPart.PLAN)
         num_ahead = 0
         if plan.sequences:
@@ -232,10 +232,10 @@ class Engine:
     def _publish_answers(self, output: EngineOutput) -> None:
         self._standby.ended(len(output.finished), self._clock())
         self._held.add(output.accepted)
-        self._held.update(output.paused)
-        self._held.update(output.started)
+        self._held.update(output.preempted)
+        self._held.update(output.boarded)
         self._held.remove(output.finished)
-        if output.accepted or output.rejected or output.paused or output.started or output.finished:
+        if output.accepted or output.rejected or output.preempted or output.boarded or output.finished:
             output.status = self._status()
         if output.status is not None or output.sequences is not None:
             self._publish(output)

@@ -71,8 +71,9 @@ class EngineStatus:
     Routers may reserve `budget_blocks` and, because sequences share so many blocks, `saved_blocks` more.
 
     `exposed_host_ms` is how long the device waits for the host between two steps; `device_busy_fraction` is the busy
-    share of the time in which there is work. `device_busy_s` and `elapsed_s` are totals since the start. `constraint`
-    is that of the newest step, `bounds` counts the steps by constraint. `kv` has details of the blocks.
+    share of the time in which there is work. `device_busy_s` and `elapsed_s` are totals since the start. Those of the
+    device are None if the engine does not measure them. `constraint` is that of the newest step, `bounds` counts the
+    steps by constraint. `kv` has details of the blocks.
     `num_invalid_logits` counts the sequences that ended because a row of theirs had no usable logit.
     `drafts` counts the drafted tokens since the start.
     """
@@ -92,9 +93,9 @@ class EngineStatus:
     prefill_tokens_per_s: float
     num_steps: int
     num_output_tokens: int
-    exposed_host_ms: float
-    device_busy_fraction: float
-    device_busy_s: float
+    exposed_host_ms: float | None
+    device_busy_fraction: float | None
+    device_busy_s: float | None
     elapsed_s: float
     num_preempted: int
     num_preemptions: int
@@ -120,8 +121,8 @@ class EngineOutput:
     step: int
     accepted: list[Sequence] = field(default_factory=list)
     rejected: list[tuple[Sequence, Refusal]] = field(default_factory=list)
-    paused: tuple[Sequence, ...] = ()
-    started: tuple[Sequence, ...] = ()
+    preempted: tuple[Sequence, ...] = ()
+    boarded: tuple[Sequence, ...] = ()
     scored: tuple[ScoredRows, ...] = ()
     tokens: NewTokens = field(default_factory=NewTokens)
     finished: list[FinishEvent] = field(default_factory=list)

@@ -107,6 +107,7 @@ def _check_numbers(network: PreTrainedModel) -> None:
 
 def _numbers(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from network.named_parameters()
+    yield from (named for named in network.named_buffers() if named[0].endswith("correction_bias"))
     for name, module in network.named_modules():
         if isinstance(module, QuantizedLinear):
             yield from ((f"{name}.weight", part) for part in (module.weight.scale, module.weight.offset))

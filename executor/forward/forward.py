@@ -26,7 +26,7 @@ from inflight.executor.attention.backend import LayerKv
 from inflight.executor.attention.host_tier import HostTier, open_host_tier
 from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.checkpoint.decoder_weights import DecoderShape
-from inflight.executor.device import free_device_bytes
+from inflight.executor.device import free_device_bytes, is_gpu
 from inflight.executor.engine.runner import StepRunner, StepSizes
 from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling_columns import SamplingBatch
@@ -114,7 +114,7 @@ class Forward(Protocol):
     @property
     def has_window_pools(self) -> bool:
         """Whether layers with a sliding window may have fewer blocks than the others."""
-        return self.layout.device.type == "cpu"
+        return not is_gpu(self.layout.device)
 
     @property
     def routes_by_itself(self) -> bool:

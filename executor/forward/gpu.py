@@ -36,8 +36,13 @@ class GpuForward(Forward):
         return FLASHINFER if self._uses_flashinfer else self.layout.backend.name
 
     @property
-    def adapters(self) -> AdapterMemory:
-        return AdapterMemory.of(self.decoder)
+    def adapters(self) -> AdapterMemory | None:
+        # Slots would have matrices of the size of an expert.
+        return None if self.routes_by_itself else AdapterMemory.of(self.decoder)
+
+    @property
+    def routes_by_itself(self) -> bool:
+        return self.decoder.shape.num_experts > 0
 
     def free_device_bytes(self, sizes: StepSizes) -> int | None:
         return free_beside_steps(self.decoder, self.layout, sizes)

@@ -32,8 +32,12 @@ class GpuRanks(Forward):
         return self.own.backend_name
 
     @property
-    def adapters(self) -> AdapterMemory:
+    def adapters(self) -> AdapterMemory | None:
         return self.own.adapters
+
+    @property
+    def routes_by_itself(self) -> bool:
+        return self.own.routes_by_itself
 
     def free_device_bytes(self, sizes: StepSizes) -> int | None:
         if free_device_bytes(self.layout.device) is None:

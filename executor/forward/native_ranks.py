@@ -8,8 +8,8 @@ import json
 import torch
 from torch import Tensor
 
+from inflight.executor.adapters.errors import AdapterError
 from inflight.executor.adapters.folder import KnownAdapter
-from inflight.executor.adapters.peft_files import AdapterError
 from inflight.executor.adapters.weights import AdapterWeights
 from inflight.executor.attention.cpu import CpuAttention
 from inflight.executor.attention.gpu_host_tier import Pairs

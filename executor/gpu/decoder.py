@@ -1,7 +1,8 @@
 """The forward pass of the decoder families on a GPU: five matrix products per layer, and Triton kernels between them.
 
-Queries, keys and values are one product, gate and up projection another. The host never waits for the device, and no
-shape depends on the content of a device tensor, so a step can be captured in a CUDA graph.
+Queries, keys and values are one product, gate and up projection another; experts are in `executor.experts`. The host
+never waits for the device, and no shape depends on the content of a device tensor, so a step can be captured in a CUDA
+graph.
 
 Of several ranks, each has some columns of every matrix, and the KV heads that belong to its query heads. The ranks
 exchange what they have computed wherever the next operation needs whole rows.
@@ -33,6 +34,7 @@ from inflight.executor.checkpoint.decoder_weights import (
 from inflight.executor.checkpoint.fp8_weight import Fp8Weight
 from inflight.executor.checkpoint.quantized_weight import Matrix
 from inflight.executor.checkpoint.shards import WHOLE, Shard
+from inflight.executor.experts.layer import ExpertLayer
 from inflight.executor.gpu.adapters import AdapterSlots, Product, slot_bytes
 from inflight.executor.gpu.layers import (
     Fp8Rows,
@@ -66,7 +68,8 @@ class Ranks(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedLayer:
     """The weights of a layer, fused for multiplication. `head_norms` are those of queries and keys. `rotations` are
-    those of `rope_write`."""
+    those of `rope_write`. Gate, up and down projection are those of a shared expert if there are `experts`, or None;
+    `inner_size` is the width between them, of all ranks."""
 
     input_norm: Tensor | None
     qkv: Tensor | Fp8Weight
@@ -76,20 +79,13 @@ class FusedLayer:
     output_bias: Tensor | None
     attention_output_norm: Tensor | None
     post_attention_norm: Tensor | None
-    gate_up: Tensor | Fp8Weight
-    down: Tensor | Fp8Weight
+    gate_up: Tensor | Fp8Weight | None
+    down: Tensor | Fp8Weight | None
+    inner_size: int
+    experts: ExpertLayer | None
     feed_forward_output_norm: Tensor | None
     scoring: Scoring
     rotations: Tensor
-
-
-def unsupported_reason(shape: DecoderShape) -> str | None:
-    """Returns why this forward pass cannot run a model of this shape; None if it can."""
-    if shape.rotary_dim != shape.head_dim:
-        return "its rotary embedding covers a part of each head"
-    if shape.num_experts:
-        return "it has experts"
-    return None
 
 
 def undivided_reason(weights: DecoderWeights) -> str | None:
@@ -128,7 +124,7 @@ class GpuDecoder:
         rotations = [tables[rope] for rope in shape.layer_ropes]
         fuse: Callable[[Sequence[Tensor]], Tensor | Fp8Weight] = _round if has_fp8_weights else _fused
         self._layers = tuple(
-            _fuse(layer, scoring, table, fuse)
+            _fuse(shape, layer, scoring, table, fuse)
             for layer, scoring, table in zip(weights.layers, scorings, rotations, strict=True)
         )
         self._adapters: AdapterSlots | None = None
@@ -260,10 +256,20 @@ class GpuDecoder:
         product = self._project(index, Product.OUTPUT, attended, layer.output, layer.output_bias, groups)
         delta = self._delta(product, layer.attention_output_norm)
         normed = self._add(hidden, delta, layer.post_attention_norm, is_rounded)
-        gate_up = self._project(index, Product.GATE_UP, normed, layer.gate_up, None, groups)
-        inner = self._gated(gate_up, is_rounded)
-        product = self._project(index, Product.DOWN, inner, layer.down, None, groups)
-        return self._delta(product, layer.feed_forward_output_norm)
+        fed: Projected | None = None
+        if layer.gate_up is not None and layer.down is not None:
+            gate_up = self._project(index, Product.GATE_UP, normed, layer.gate_up, None, groups)
+            inner = self._gated(gate_up, is_rounded, layer.inner_size)
+            fed = self._project(index, Product.DOWN, inner, layer.down, None, groups)
+        if layer.experts is not None:
+            assert isinstance(normed, Tensor)
+            fed = layer.experts.compute(normed, None if fed is None else dense(fed), self._whole_inner)
+        assert fed is not None
+        return self._delta(fed, layer.feed_forward_output_norm)
+
+    def _whole_inner(self, part: Tensor) -> Tensor:
+        """Returns all columns of what is between the two products of experts."""
+        return self._whole(part, self.shape.intermediate_size, PART_INNER_COLUMNS)
 
     def _project(
         self,
@@ -295,13 +301,13 @@ class GpuDecoder:
         parts = self.ranks.all_gather(part.contiguous())
         return parts.transpose(0, 1).flatten(1)[:, :num_columns].contiguous()
 
-    def _gated(self, gate_up: Projected, is_rounded: bool) -> Tensor | Fp8Rows:
+    def _gated(self, gate_up: Projected, is_rounded: bool, size: int) -> Tensor | Fp8Rows:
         """Returns the inputs of a layer's last product, whole rows; with `is_rounded` in FP8, unless ranks exchange
         them."""
         has_gelu = self.shape.activation == GELU_TANH
         if is_rounded and self.ranks is None:
             return gated_fp8(gate_up, has_gelu)
-        return self._whole(gated(dense(gate_up), has_gelu), self.shape.intermediate_size, PART_INNER_COLUMNS)
+        return self._whole(gated(dense(gate_up), has_gelu), size, PART_INNER_COLUMNS)
 
     def _add(self, hidden: Tensor, delta: Projected | None, norm: Tensor | None, is_rounded: bool) -> Tensor | Fp8Rows:
         """Adds to the residual stream in place; returns its norm, with `is_rounded` in FP8, or, without a norm, the
@@ -348,21 +354,28 @@ def _rotations(rope: Rope, context_length: int, device: torch.device) -> Tensor:
 
 
 def _fuse(
-    layer: LayerWeights, scoring: Scoring, rotations: Tensor, fuse: Callable[[Sequence[Tensor]], Tensor | Fp8Weight]
+    shape: DecoderShape,
+    layer: LayerWeights,
+    scoring: Scoring,
+    rotations: Tensor,
+    fuse: Callable[[Sequence[Tensor]], Tensor | Fp8Weight],
 ) -> FusedLayer:
-    qkv, gate_up = (fuse([*map(_dense, parts)]) for parts in (layer.qkv_matrices, layer.gate_up_parts))
+    has_experts = layer.router is not None
+    parts, down = (layer.shared_gate_up_parts, layer.shared_down) if has_experts else (layer.gate_up_parts, layer.down)
     norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
     return FusedLayer(
         input_norm=layer.input_norm,
-        qkv=qkv,
+        qkv=fuse([*map(_dense, layer.qkv_matrices)]),
         qkv_bias=layer.qkv_bias,
         head_norms=norms,
         output=fuse([_dense(layer.output)]),
         output_bias=layer.output_bias,
         attention_output_norm=layer.attention_output_norm,
         post_attention_norm=layer.post_attention_norm,
-        gate_up=gate_up,
-        down=fuse([_dense(layer.down)]),
+        gate_up=fuse([*map(_dense, parts)]) if parts else None,
+        down=None if down is None else fuse([_dense(down)]),
+        inner_size=0 if down is None else down.shape[1],
+        experts=ExpertLayer.of(shape, layer) if has_experts else None,
         feed_forward_output_norm=layer.feed_forward_output_norm,
         scoring=scoring,
         rotations=rotations,

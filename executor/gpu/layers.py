@@ -186,7 +186,8 @@ def rope_write(
 
     `product` is `qkv[T, (num_heads + 2 * num_kv_heads) * head_dim]`, which is changed in place; `norms` are those of
     queries and keys.
-    `rotations[positions, head_dim]` holds the cosines of each position, then the sines.
+    `rotations[positions, rotary_dim]` holds the cosines of each position, then the sines; the other numbers of a head
+    are not rotated.
     """
     qkv, *scales = _sums_and_scales(product)
     num_kv_heads, half = kv.shape.num_kv_heads, kv.shape.head_dim // 2
@@ -206,12 +207,13 @@ def rope_write(
         TILE_HEADS=tile_heads,
         HAS_NORMS=norms is not None,
         HAS_SCALES=isinstance(product, Fp8Product),
+        HALF_ROTARY=rotations.shape[1] // 2,
     )
     return qkv[:, : num_heads * 2 * half].view(-1, num_heads, 2 * half)
 
 
 def rotation_table(inverse_frequencies: Tensor, scaling: float, num_positions: int) -> Tensor:
-    """Returns cosines and sines of every position, `[num_positions, head_dim]` float32, as transformers computes
+    """Returns cosines and sines of every position, `[num_positions, rotary_dim]` float32, as transformers computes
     them."""
     positions = torch.arange(num_positions, dtype=torch.float32, device=inverse_frequencies.device)
     angles = positions[:, None] * inverse_frequencies.float()

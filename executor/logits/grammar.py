@@ -31,7 +31,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from inflight.common.grammar import PARSER_LIMITS
+from inflight.common.grammar import PARSER_LIMITS, GrammarError
 from inflight.common.protocol import MAX_DRAFTS
 from inflight.executor.logits.row import MASK_BITS, LogitsRow, mask_of
 from inflight.executor.scheduler.sequence import Constraint, Stopping
@@ -64,10 +64,6 @@ MAX_SLOW_S = 0.25
 MAX_TOKENS_AT_ONCE = 64
 # A compiled grammar whose shared lexer is full is compiled again: once by another row, once by this one.
 MAX_RENEWALS = 2
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be compiled. The text is for the user."""
 
 
 def parser_limits() -> LLParserLimits:

@@ -37,7 +37,7 @@ from inflight.executor.cpu.decoder import NativeDecoder, form_of, stream_for, un
 from inflight.executor.cpu.sampler import NativeSampler, choose_sampler
 from inflight.executor.cpu.streams import WeightStream
 from inflight.executor.cpu.weight_form import ExecutorSizes, FormChoice, choose_form, measure_with, read_quantized
-from inflight.executor.device import choose_device, choose_dtype
+from inflight.executor.device import choose_device, choose_dtype, is_gpu
 from inflight.executor.device import device_name as name_of
 from inflight.executor.formats.loading import load_network
 from inflight.executor.forward.forward import Forward, SeparatesLayers
@@ -192,11 +192,11 @@ def _gpu_forward(weights: _Weights, decoder: DecoderWeights, backend_name: str) 
     """Returns the forward pass, or the reason why there is none for this model."""
     # They import triton, which only this backend needs.
     from inflight.executor.forward.gpu import GpuForward
-    from inflight.executor.gpu.decoder import GpuDecoder, undivided_reason, unsupported_reason
+    from inflight.executor.gpu.decoder import GpuDecoder, undivided_reason
 
     layout, shard = weights.layout, weights.shard
-    if obstacle := unsupported_reason(decoder.shape):
-        return obstacle
+    if weights.weight_dtype == "fp8" and decoder.shape.num_experts:
+        return "it has experts"
     of_shard = decoder
     if shard.num_ranks > 1:
         if obstacle := undivided_reason(decoder):
@@ -316,7 +316,7 @@ def _with_weights_of(network: PreTrainedModel, weight_dtype: str) -> str:
     """Expands or rounds the weights as `weight_dtype` asks for. Returns the type that they have then."""
     if weight_dtype == "dense":
         make_dense(network, network.dtype)
-    if weight_dtype == "quantized" and network.device.type != "cpu":
+    if weight_dtype == "quantized" and is_gpu(network.device):
         raise ModelError("weight_dtype quantized needs a CPU: on a GPU weights are dense")
     if weight_dtype == "quantized" and not is_quantized(network):
         raise ModelError("weight_dtype quantized is for quantized checkpoints, and this one is not")
@@ -328,7 +328,7 @@ def _with_weights_of(network: PreTrainedModel, weight_dtype: str) -> str:
 def _check_fp8_weights(network: PreTrainedModel) -> None:
     """Raises `ModelError` if the GPU of a network cannot multiply its dtype's rows in FP8."""
     check_fp8_device("weight_dtype", network.device)
-    if network.device.type == "cuda" and network.dtype != torch.bfloat16:
+    if is_gpu(network.device) and network.dtype != torch.bfloat16:
         raise ModelError("weight_dtype fp8 needs dtype bfloat16 on a GPU")
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from inflight.common.machine import num_usable_cores
-from inflight.executor.device import StepTimer, to_host
+from inflight.executor.device import StepTimer, is_gpu, to_host
 from inflight.executor.engine.runner import PendingStep, token_ids_of
 from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.limits import SchedulerLimits
@@ -80,7 +80,7 @@ class ModelRunner:
         self._inputs = StepInputs(limits, block_size, model.description.vocabulary_size)
         # Threads of a forward pass wait for each other. Where they occupy every core, a thread beside them would stop
         # all of them as long as it runs, so masks are then computed by as many threads after the pass.
-        self._overlaps_masks = model.device.type != "cpu" or torch.get_num_threads() < num_usable_cores()
+        self._overlaps_masks = is_gpu(model.device) or torch.get_num_threads() < num_usable_cores()
         self._newest: LaunchedStep | None = None
         self._launched: queue.SimpleQueue[LaunchedStep | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store  # torch.distributed does not export it to type checkers
 
 from inflight.executor.checkpoint.shards import Shard
+from inflight.executor.device import is_gpu
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class DeviceExchange:
 
     def __init__(self, store: Store, shard: Shard, device: torch.device) -> None:
         self._num_ranks, self._device = shard.num_ranks, device
-        self._has_nccl = device.type == "cuda"
+        self._has_nccl = is_gpu(device)
         dist.init_process_group(
             "nccl" if self._has_nccl else "gloo",
             store=store,

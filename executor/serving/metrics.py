@@ -139,8 +139,9 @@ class StandingMetrics(Collector):
 
     def _counters(self, status: EngineStatus) -> Iterator[Metric]:
         kv, host = status.kv, status.kv.host_prefixes
+        busy_s = status.device_busy_s
         figures = (
-            ("device_busy_seconds", "Seconds in which the device computed.", status.device_busy_s),
+            *([("device_busy_seconds", "Seconds in which the device computed.", busy_s)] if busy_s is not None else []),
             ("work_seconds", "Seconds in which the executor had work.", status.elapsed_s),
             ("preemptions", "Preemptions of sequences.", status.num_preemptions),
             ("computed_tokens", "Tokens computed, prompt and output.", status.computed_tokens),

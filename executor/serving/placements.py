@@ -55,7 +55,7 @@ class PlacedSequence:
     num_scored: int = 0
     is_accepted: bool = False
     has_started: bool = False
-    is_paused: bool = False
+    is_preempted: bool = False
     cached_tokens: int = 0
     orphaned_s: float = 0.0
     attaching: list[tuple[Session, int]] = field(default_factory=list)
@@ -181,8 +181,8 @@ class PlacementTable:
         )
         session.attach(placement.sequence, attached, offset, placement.output(offset))
         session.score(placement.sequence, 0, placement.num_scored)
-        if placement.is_paused:
-            session.pause(placement.sequence)
+        if placement.is_preempted:
+            session.preempt(placement.sequence)
 
     # Engine output.
 
@@ -192,10 +192,10 @@ class PlacementTable:
             self._accept(sequence)
         for sequence, refusal in output.rejected:
             self._reject(sequence, refusal)
-        for sequence in output.paused:
-            self._pause(sequence)
-        for sequence in output.started:
-            self._start(sequence)
+        for sequence in output.preempted:
+            self._preempt(sequence)
+        for sequence in output.boarded:
+            self._board(sequence)
         for rows in output.scored:
             self._score(rows)
         for sequence, offset, token_id in output.tokens:
@@ -225,21 +225,21 @@ class PlacementTable:
         if placement is not None:
             self._report_rejection(placement, REJECT_REASON_PROTO[refusal], refusal.value)
 
-    def _pause(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         placement = self._find(sequence)
         if placement is None:
             return
-        placement.is_paused = True
+        placement.is_preempted = True
         if placement.trace is not None:
-            placement.trace.pause()
+            placement.trace.preempt()
         if placement.reader is not None:
-            placement.reader.pause(sequence)
+            placement.reader.preempt(sequence)
 
-    def _start(self, sequence: Sequence) -> None:
+    def _board(self, sequence: Sequence) -> None:
         placement = self._find(sequence)
         if placement is None:
             return
-        placement.has_started, placement.is_paused = True, False
+        placement.has_started, placement.is_preempted = True, False
         placement.cached_tokens = sequence.num_cached_tokens
         if placement.trace is not None:
             placement.trace.start(placement.cached_tokens)

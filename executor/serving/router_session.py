@@ -94,7 +94,7 @@ class Session:
         self._prompt_logprobs: deque[executor_pb2.SequencePromptLogprobs] = deque()
         self._num_prompt_logprobs = 0
         # Slots without a seat at the end of the pending frame that had one before.
-        self._paused_slots: dict[int, None] = {}
+        self._preempted_slots: dict[int, None] = {}
         self._wake = asyncio.Event()
         self._taken = asyncio.Event()
         self._is_closing = False
@@ -158,7 +158,7 @@ class Session:
             self.finish(FinishEvent(sequence, FinishReason.CANCELLED))
             return
         slot = self._slots.pop(sequence)
-        self._paused_slots.pop(slot, None)
+        self._preempted_slots.pop(slot, None)
         self._free(slot)
         self._step.detached.append(slot)
         self._make_due()
@@ -173,16 +173,16 @@ class Session:
         self._control.report.CopyFrom(report)
         self._wake.set()
 
-    def pause(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence) -> None:
         """Tells the router that a sequence was preempted."""
-        self._paused_slots[self._slots[sequence]] = None
+        self._preempted_slots[self._slots[sequence]] = None
         self._make_due()
 
     def start(self, sequence: Sequence) -> None:
         """Tells the router that a sequence boarded, for the first time or again."""
         slot = self._slots[sequence]
         # A slot in both lists of a frame has boarded and was then preempted.
-        self._paused_slots.pop(slot, None)
+        self._preempted_slots.pop(slot, None)
         self._step.started.add(slot=slot, cached_tokens=sequence.num_cached_tokens)
         self._make_due()
 
@@ -227,7 +227,7 @@ class Session:
     def finish(self, event: FinishEvent) -> None:
         """Adds the end of a sequence to the pending frame."""
         slot = self._slots.pop(event.sequence)
-        self._paused_slots.pop(slot, None)
+        self._preempted_slots.pop(slot, None)
         self._end_slot(slot, event)
 
     def _end_slot(self, slot: int, end: FinishEvent | Ended) -> None:
@@ -324,7 +324,7 @@ class Session:
     def _has_step(self) -> bool:
         step = self._step
         has_values = self._token_ids or self._prompt_logprobs
-        return bool(has_values or step.started or step.finished or step.detached or self._paused_slots)
+        return bool(has_values or step.started or step.finished or step.detached or self._preempted_slots)
 
     def _fill_step(self, step: executor_pb2.StepFrame) -> None:
         self._frame += 1
@@ -339,8 +339,8 @@ class Session:
         self._step.frame = self._frame
         step.MergeFrom(self._step)
         self._add_tokens(step, count)
-        step.paused.extend(self._paused_slots)
-        self._paused_slots = {}
+        step.paused.extend(self._preempted_slots)
+        self._preempted_slots = {}
         self._step = executor_pb2.StepFrame()
         for slot in self._ended_slots:
             heapq.heappush(self._free_slots, slot)

@@ -14,27 +14,29 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import grpc.aio
 
 from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
+from inflight.common.grammar import GrammarError
 from inflight.common.protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from inflight.common.telemetry.tracing import NO_TRACING, Tracing
-from inflight.executor.adapters.peft_files import AdapterError, AdapterGoneError
-from inflight.executor.adapters.store import AdapterStore, NoSlotError, UnknownAdapterError
-from inflight.executor.engine.engine import Engine
+from inflight.executor.adapters.errors import AdapterError, AdapterGoneError, NoSlotError, UnknownAdapterError
 from inflight.executor.engine.output import EngineOutput, EngineStatus
-from inflight.executor.logits.grammar import GrammarCompiler, GrammarError
 from inflight.executor.scheduler.sequence import Constraint, FinishReason, Sequence
 from inflight.executor.serving.placements import PlacementTable, RetentionPolicy
 from inflight.executor.serving.report import RecentRates, Reporter, report_of
 from inflight.executor.serving.router_session import FINISH_REASON_PROTO, Session
+from inflight.executor.serving.served_engine import Grammars, ServedEngine
 from inflight.executor.serving.step_feed import StepWatch
 from inflight.executor.serving.submission import SubmissionError, SubmissionLimits, sequence_from_submit
 from inflight.executor.serving.tracing import trace_submit
 from inflight.v1 import executor_pb2, executor_pb2_grpc
+
+if TYPE_CHECKING:
+    from inflight.executor.adapters.store import AdapterStore
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +73,11 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
     def __init__(
         self,
         identity: Identity,
-        engine: Engine,
+        engine: ServedEngine,
         retention: RetentionPolicy | None = None,
         hello_timeout_s: float = HELLO_TIMEOUT_S,
         tracing: Tracing = NO_TRACING,
-        grammars: GrammarCompiler | None = None,
+        grammars: Grammars | None = None,
         adapters: AdapterStore | None = None,
     ) -> None:
         self._identity = identity
@@ -441,7 +443,7 @@ def _changes_admission(output: EngineOutput, before: EngineStatus | None) -> boo
     after = output.status
     if before is None or after is None:
         return True
-    if output.accepted or output.rejected or output.paused or output.started or output.finished:
+    if output.accepted or output.rejected or output.preempted or output.boarded or output.finished:
         return True
     budget, budget_before = (
         (status.budget_blocks, status.budget_sequences, status.draining) for status in (after, before)

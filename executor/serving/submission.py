@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import Any, Literal
@@ -47,7 +47,10 @@ ADAPTER_HASH = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class SubmissionLimits:
-    """Limits of the model and of drafts, and the targets of sequences that bring none."""
+    """Limits of the model and of drafts, and the targets of sequences that bring none.
+
+    `unsupported` returns what the engine cannot do for a sequence, in words; empty if it can do all.
+    """
 
     context_length: int
     vocabulary_size: int
@@ -55,6 +58,7 @@ class SubmissionLimits:
     inter_token_targets: InterTokenTargets = field(default_factory=InterTokenTargets)
     max_drafts: int = 0
     num_adapter_slots: int = 0
+    unsupported: Callable[[Sequence], str] = lambda sequence: ""
 
 
 class SubmissionError(Exception):
@@ -96,7 +100,7 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         raise _invalid(f"a stop token id is not below {limits.vocabulary_size}")
     priority = PRIORITIES.get(submit.priority, 0)
     numbers = _numbers(submit.sampling)
-    return Sequence(
+    sequence = Sequence(
         request_id=submit.request_id,
         attempt=submit.attempt,
         token_ids=token_ids,
@@ -114,6 +118,9 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         max_drafts=_max_drafts(submit, limits.max_drafts),
         adapter_hash=_adapter_hash(submit.adapter_hash, limits.num_adapter_slots),
     )
+    if text := limits.unsupported(sequence):
+        raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, text)
+    return sequence
 
 
 def _adapter_hash(digits: str, num_slots: int) -> bytes:

@@ -64,7 +64,7 @@ class SequenceTrace:
         if self._is_prefilling:
             self._begin("inflight.decode", {})
 
-    def pause(self) -> None:
+    def preempt(self) -> None:
         """Ends the phase: the sequence was preempted."""
         self._end_phase()
         self._whole.add_event("paused")

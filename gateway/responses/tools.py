@@ -67,14 +67,14 @@ def _kind(value: Any) -> Any:
     return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
 
 
-def _inner_tag(tool: Any) -> str:
-    kind = _kind(tool)
-    return f"[{kind}]" if kind in ("function", "custom") else "[other]"
+def _among(*kinds: str) -> Discriminator:
+    """Returns what tells tools of these types from each other and from all others."""
 
+    def tag(tool: Any) -> str:
+        kind = _kind(tool)
+        return f"[{kind}]" if kind in kinds else "[other]"
 
-def _tag(tool: Any) -> str:
-    kind = _kind(tool)
-    return f"[{kind}]" if kind in ("function", "custom", "namespace") else "[other]"
+    return Discriminator(tag)
 
 
 class OtherTool(Body):
@@ -90,7 +90,7 @@ InnerTool = Annotated[
     Annotated[FlatFunctionTool, Tag("[function]")]
     | Annotated[CustomTool, Tag("[custom]")]
     | Annotated[OtherTool, Tag("[other]")],
-    Discriminator(_inner_tag),
+    _among("function", "custom"),
 ]
 
 
@@ -108,7 +108,7 @@ Tool = Annotated[
     | Annotated[CustomTool, Tag("[custom]")]
     | Annotated[NamespaceTool, Tag("[namespace]")]
     | Annotated[OtherTool, Tag("[other]")],
-    Discriminator(_tag),
+    _among("function", "custom", "namespace"),
 ]
 
 

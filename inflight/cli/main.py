@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from inflight.cli.console import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, CommandError
 from inflight.common.version import installed_version
 
-SERVE, GATEWAY = "serve", "gateway"
+SERVE, GATEWAY, VLLM = "serve", "gateway", "vllm"
 SERVERS = frozenset({"router", "executor", "gateway"})
 
 
@@ -149,7 +149,9 @@ def _run(command: Command, argv: list[str]) -> int:
         package = str(error.name).partition(".")[0]
         if not command.extra or package in OURS:
             raise
-        print(f"error: inflight {command.name} needs {package}: {_install(command.extra)}", file=sys.stderr)
+        # An executor around vLLM runs in vLLM's own environment.
+        extra = VLLM if command.name == "executor" and VLLM in argv else command.extra
+        print(f"error: inflight {command.name} needs {package}: {_install(extra)}", file=sys.stderr)
         return EXIT_USAGE
     except CommandError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -14,6 +14,7 @@ from rich.console import Console
 from inflight.cli.console import EXIT_FAILURE, EXIT_USAGE, CommandError, open_console, run_in_foreground
 from inflight.cli.flags import add_run_dir_flag, resolve_run_dir
 from inflight.cli.parser import CommandParser
+from inflight.common.model_source import resolve_model
 from inflight.local.display import StackDisplay
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack, StackError, describe_exit, describe_log
@@ -31,6 +32,9 @@ EXECUTOR_FLAGS = {
     "--dtype": "type of weights and KV: bfloat16, float32 or auto (default: auto)",
 }
 
+# Of executors with another engine.
+ENGINES = ("inflight", "vllm")
+
 # The same of `inflight router`.
 ROUTER_FLAGS = {
     "--admission-file": "TOML file with tenant limits and model variants; read again when it changes (default: none)",
@@ -39,7 +43,7 @@ ROUTER_FLAGS = {
 
 
 # Flags whose values are flags themselves.
-ARGS_FLAGS = ("--executor-args", "--router-args", "--gateway-args")
+ARGS_FLAGS = ("--executor-args", "--router-args", "--gateway-args", "--engine-args")
 
 
 class _UpParser(CommandParser):
@@ -67,7 +71,13 @@ def stack_options(flags: argparse.Namespace) -> StackOptions:
             executors=flags.executors,
             routers=flags.routers,
             model=flags.model or None,
-            executor_args=(*_given(flags, EXECUTOR_FLAGS), *_split("--executor-args", flags.executor_args)),
+            executor_args=(
+                *_engine_words(flags),
+                *_given(flags, EXECUTOR_FLAGS),
+                *_split("--executor-args", flags.executor_args),
+            ),
+            executor_program=_program_of(flags.engine_python),
+            executor_model=_model_of_vllm(flags.model) if flags.engine == "vllm" else None,
             router_args=(*_given(flags, ROUTER_FLAGS), *_split("--router-args", flags.router_args)),
             gateway_args=_split("--gateway-args", flags.gateway_args),
             gateways=int(flags.gateway or flags.gateway_port is not None),
@@ -80,6 +90,30 @@ def stack_options(flags: argparse.Namespace) -> StackOptions:
         )
     except ValueError as error:
         raise CommandError(str(error), EXIT_USAGE) from None
+
+
+def _engine_words(flags: argparse.Namespace) -> tuple[str, ...]:
+    if flags.engine == "inflight":
+        if flags.engine_python or flags.engine_args:
+            raise ValueError("--engine-python and --engine-args are for another engine: --engine vllm")
+        return ()
+    return ("--engine", flags.engine, *([f"--engine-args={flags.engine_args}"] if flags.engine_args else []))
+
+
+def _program_of(python: str | None) -> tuple[str, ...] | None:
+    return None if python is None else (python, "-P", "-m", "inflight.cli.main")
+
+
+def _model_of_vllm(model: str) -> tuple[str, str] | None:
+    """Returns the folder that vLLM reads, and the model's name; None if it reads the model itself. Raises
+    `ModelError`."""
+    source = resolve_model(model or "")
+    if source.gguf_file is None:
+        return None
+    # Imported here: it takes torch, which this process needs for nothing else.
+    from inflight.executor.checkpoint.gguf import import_gguf
+
+    return str(import_gguf(source)), source.name
 
 
 def _split(flag: str, words: str) -> tuple[str, ...]:
@@ -189,12 +223,7 @@ def _parser() -> argparse.ArgumentParser:
         help="use TLS to routers and mutual TLS to executors, with certificates created in the run directory",
     )
     add_run_dir_flag(parser)
-    group = parser.add_argument_group("executors")
-    for flag, text in EXECUTOR_FLAGS.items():
-        group.add_argument(flag, metavar="VALUE", help=text)
-    group.add_argument(
-        "--executor-args", default="", metavar="'ARGS'", help="more flags for every executor: inflight executor --help"
-    )
+    _add_executor_flags(parser)
     group = parser.add_argument_group("routers")
     for flag, text in ROUTER_FLAGS.items():
         group.add_argument(flag, metavar="VALUE", help=text)
@@ -206,3 +235,26 @@ def _parser() -> argparse.ArgumentParser:
         "--gateway-args", default="", metavar="'ARGS'", help="more flags for the gateway: inflight gateway --help"
     )
     return parser
+
+
+def _add_executor_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("executors")
+    group.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="what computes: inflight's own engine, or vLLM, which is installed apart (default: inflight)",
+    )
+    group.add_argument(
+        "--engine-python",
+        metavar="PATH",
+        help="Python of the environment with vLLM and inflight[vllm] (default: this one)",
+    )
+    group.add_argument(
+        "--engine-args", default="", metavar="'ARGS'", help="flags of vLLM, such as '--max-model-len 4096'"
+    )
+    for flag, text in EXECUTOR_FLAGS.items():
+        group.add_argument(flag, metavar="VALUE", help=text)
+    group.add_argument(
+        "--executor-args", default="", metavar="'ARGS'", help="more flags for every executor: inflight executor --help"
+    )

@@ -24,8 +24,10 @@ class StackOptions:
     `port` is the first router's, `http_port` that of its metrics and dashboard, `gateway_port` the first gateway's. All
     other ports, and these if they are `None`, are free ones. `redis_url` is a Redis that already runs. The extra
     arguments are flags of `inflight executor`, `inflight router` and `inflight gateway`. `start_timeout_s` includes
-    loading the model and, the first time, compiling the kernels. `program` is the command that runs a role. `tls` uses
-    TLS to routers and mutual TLS to executors, with certificates created in the run directory at every start.
+    loading the model and, the first time, compiling the kernels. `program` is the command that runs a role,
+    `executor_program` that of executors if they need another Python. `executor_model` is a folder and the name under
+    which executors serve it, for an engine that does not read `model` itself. `tls` uses TLS to routers and mutual TLS
+    to executors, with certificates created in the run directory at every start.
     """
 
     executors: int = 1
@@ -44,6 +46,8 @@ class StackOptions:
     start_timeout_s: float = 600.0
     tls: bool = False
     program: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.cli.main")
+    executor_program: tuple[str, ...] | None = None
+    executor_model: tuple[str, str] | None = None
 
     @property
     def certificates(self) -> CertificateFolder | None:
@@ -77,6 +81,9 @@ def executor_command(
 ) -> list[str]:
     """Returns the command line of one executor."""
     model = [] if options.model is None else ["--model", options.model]
+    if options.executor_model is not None:
+        folder, name_of_model = options.executor_model
+        model = ["--model", folder, "--served-model-name", name_of_model]
     common = ["--listen", address, "--executor-id", name, "--drain-timeout-s", str(DRAIN_TIMEOUT_S)]
     # Executors that share a machine also share its cores: otherwise their threads would wait for one another at every
     # operation.
@@ -85,7 +92,8 @@ def executor_command(
     tls = ["--insecure"] if certificates is None else _flags(certificates.executor_settings())
     http = _http_flags(http_address)
     device = [] if device_index is None else ["--device-index", str(device_index)]
-    return [*options.program, "executor", *common, *threads, *tls, *http, *model, *device, *options.executor_args]
+    program = options.executor_program or options.program
+    return [*program, "executor", *common, *threads, *tls, *http, *model, *device, *options.executor_args]
 
 
 def router_command(

@@ -31,7 +31,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("executor_id", "generation", "protocol_version", "model", "model_revision", "block_size", "total_blocks", "max_num_sequences", "num_standby_sequences", "max_num_tokens", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "batching", "backend", "dtype", "device", "scheduler_policy", "host_blocks", "kv_cache_dtype", "weight_dtype", "num_adapter_slots", "tensor_parallel_size")
+    __slots__ = ("executor_id", "generation", "protocol_version", "model", "model_revision", "block_size", "total_blocks", "max_num_sequences", "num_standby_sequences", "max_num_tokens", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "batching", "backend", "dtype", "device", "scheduler_policy", "host_blocks", "kv_cache_dtype", "weight_dtype", "num_adapter_slots", "tensor_parallel_size", "inexact_resume")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class DescribeResponse(_message.Message):
     WEIGHT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_ADAPTER_SLOTS_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    INEXACT_RESUME_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     generation: int
     protocol_version: int
@@ -80,7 +81,8 @@ class DescribeResponse(_message.Message):
     weight_dtype: str
     num_adapter_slots: int
     tensor_parallel_size: int
-    def __init__(self, executor_id: _Optional[str] = ..., generation: _Optional[int] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., num_standby_sequences: _Optional[int] = ..., max_num_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., backend: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., scheduler_policy: _Optional[_Union[_types_pb2.SchedulerPolicy, str]] = ..., host_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_dtype: _Optional[str] = ..., num_adapter_slots: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ...) -> None: ...
+    inexact_resume: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, executor_id: _Optional[str] = ..., generation: _Optional[int] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., num_standby_sequences: _Optional[int] = ..., max_num_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., backend: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., scheduler_policy: _Optional[_Union[_types_pb2.SchedulerPolicy, str]] = ..., host_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_dtype: _Optional[str] = ..., num_adapter_slots: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., inexact_resume: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ServeRequest(_message.Message):
     __slots__ = ("hello", "submits", "cancels", "attaches", "ack", "refusal")

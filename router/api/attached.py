@@ -19,18 +19,16 @@ from inflight.common.protocol import (
     MAX_INTER_TOKEN_TARGET_MS,
     MAX_TOP_LOGPROBS,
 )
-from inflight.router.api.validation import (
-    MAX_NAME_CHARACTERS,
-    seconds_of,
-)
 from inflight.router.request.executor_context import ADAPTER_HASH, FrameError, context_of
-from inflight.router.request.sampling import (
+from inflight.router.request.submit import ModelLimits
+from inflight.router.request.validation import (
+    MAX_NAME_CHARACTERS,
     first_outside,
     outside_violation,
     sampling_violations,
+    seconds_of,
     stopping_violations,
 )
-from inflight.router.request.submit import ModelLimits
 from inflight.router.telemetry.events import CLASS_NAMES
 from inflight.router.tools.formats import FormatError, answer_format
 from inflight.v1 import executor_pb2, resume_pb2, types_pb2

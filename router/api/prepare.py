@@ -1,4 +1,7 @@
-"""Preparation of a request, from its message to the streams of its choices."""
+"""Preparation of a request, from its message to the streams of its choices.
+
+The form of an answer, its parts and what constrains it, follows from the request, its model and its prompt.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,28 @@ from opentelemetry.trace import Tracer
 from inflight.common.errors import RequestError
 from inflight.common.grammar import grammar_hash
 from inflight.common.time_of_day import unix_ms
-from inflight.router.api.answering import answer_constraint_of, answer_format_of
 from inflight.router.api.attached import MAX_GRPC_DEADLINE_S, checked_context
 from inflight.router.api.constraining import Constraining
 from inflight.router.api.tokenizing import Tokenizing, check_rates
-from inflight.router.api.validation import fit_tokens, seconds_of, validate_generate
 from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.config.tenants import TenantConfigFile
-from inflight.router.dispatch.pools import ModelBackend
+from inflight.router.constraint.answer_grammar import AnswerRules, ToolSchema
+from inflight.router.constraint.json_text import read_json
+from inflight.router.constraint.source import DEFAULT_MAX_WHITESPACE, TOOLS, ConstraintSource, regex_grammar
+from inflight.router.dispatch.pools import ModelPool
 from inflight.router.ledger.types import NO_LIMITS, Demand, TenantLimits
 from inflight.router.lifecycle.events import End
 from inflight.router.request.delivery import Delivery
 from inflight.router.request.ids import call_id, choice_of, client_id, prefix_hashes_of
 from inflight.router.request.submit import ModelLimits, choices_of, keep_stop_tokens, new_submit, router_context
+from inflight.router.request.validation import fit_tokens, seconds_of, validate_generate
 from inflight.router.settings import RouterSettings
 from inflight.router.stream.request_stream import RequestStream
 from inflight.router.telemetry.events import RequestFacts, class_name
 from inflight.router.text.output import OutputText
 from inflight.router.text.stop_scope import StopScope
 from inflight.router.text.tokenizer import TextModel
-from inflight.router.tools.formats import answer_format
+from inflight.router.tools.formats import AnswerFormat, answer_format
 from inflight.router.tools.parser import AnswerParser
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 
@@ -40,6 +45,8 @@ from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 ABSENT_ADAPTER = "0" * 64
 # Words of schemas without effect that a client is told.
 MAX_IGNORED_WORDS = 32
+# As most models write JSON in calls: a space behind a colon or a comma.
+MAX_WHITESPACE_IN_ARGUMENTS = 1
 
 
 class RequestPreparation:
@@ -48,14 +55,14 @@ class RequestPreparation:
     def __init__(
         self,
         settings: RouterSettings,
-        admission: TenantConfigFile,
+        tenants: TenantConfigFile,
         tokens: ResumeTokens,
         tokenizing: Tokenizing,
         constraining: Constraining,
         tracer: Tracer,
     ) -> None:
         self._settings = settings
-        self._admission = admission
+        self._tenants = tenants
         self._tokens = tokens
         self._tracer = tracer
         self._tokenizing = tokenizing
@@ -64,7 +71,7 @@ class RequestPreparation:
     async def prepare(
         self,
         request: inference_pb2.GenerateRequest,
-        pool: ModelBackend,
+        pool: ModelPool,
         arrived: float,
         grpc_remaining_s: float | None,
     ) -> tuple[RequestStream, ...]:
@@ -74,7 +81,7 @@ class RequestPreparation:
         validate_generate(request, limits)
         context = router_context(request, arrived)
         submit = new_submit(request, context, limits)
-        allowed = self._admission.config.limits_of_served(context.tenant)
+        allowed = self._tenants.config.limits_of_served(context.tenant)
         if context.adapter_id:
             submit.adapter_hash = await self._adapter_hash(submit.request_id, context, pool)
         if allowed.has_rates:
@@ -107,13 +114,13 @@ class RequestPreparation:
             end_with_prior_output(streams[0], prior_ids, end)
         return streams
 
-    async def _adapter_hash(self, request_id: str, context: resume_pb2.RouterContext, pool: ModelBackend) -> str:
+    async def _adapter_hash(self, request_id: str, context: resume_pb2.RouterContext, pool: ModelPool) -> str:
         """Returns the content hash of an adapter that the tenant may use. `request_id` is the ledger's.
 
         A request keeps the adapter of its admission. So its repeat is taken also while the name is absent.
         """
         adapter_id = context.adapter_id
-        allowed = self._admission.config.adapters_of(context.tenant)
+        allowed = self._tenants.config.adapters_of(context.tenant)
         try:
             return pool.adapter(adapter_id, allowed).hash
         except RequestError:
@@ -122,7 +129,7 @@ class RequestPreparation:
                 return ABSENT_ADAPTER
             raise
 
-    def restore(self, pool: ModelBackend, attached: executor_pb2.SequenceAttached) -> RequestStream:
+    def restore(self, pool: ModelPool, attached: executor_pb2.SequenceAttached) -> RequestStream:
         """Rebuilds the stream of a request that another router admitted, from what its executor was told. Its deadline
         counts from now; that of its first token is dropped. Raises `FrameError` if the executor returns another
         request, or what no request can be."""
@@ -132,7 +139,7 @@ class RequestPreparation:
         context = checked_context(attached, dataclasses.replace(limits, context_length=longest))
         now = time.monotonic()
         arrived = now - max(0, unix_ms() - context.arrived_unix_ms) / 1000
-        allowed = self._admission.config.limits_of(context.tenant) or NO_LIMITS
+        allowed = self._tenants.config.limits_of(context.tenant) or NO_LIMITS
         total_s = now + submit.deadline_ms / 1000 - arrived if submit.HasField("deadline_ms") else None
         (stream,) = self._open_streams([submit], context, pool, limits.block_size, allowed, arrived, (None, total_s))
         return stream
@@ -141,7 +148,7 @@ class RequestPreparation:
         self,
         submits: Sequence[executor_pb2.Submit],
         context: resume_pb2.RouterContext,
-        pool: ModelBackend,
+        pool: ModelPool,
         block_size: int,
         allowed: TenantLimits,
         arrived: float,
@@ -158,7 +165,7 @@ class RequestPreparation:
         for submit in submits:
             name, is_first = client_id(submit.request_id), choice_of(submit.request_id) == 0
             demand = _demand(submit, context, allowed, block_size, hashes, next_s, is_first=is_first)
-            reading = _delivery(submit, context, pool, self._tokens, first_token_deadline, deadline)
+            delivery = _delivery(submit, context, pool, self._tokens, first_token_deadline, deadline)
             facts = RequestFacts(
                 model=pool.name,
                 operation=context.operation or "text_completion",
@@ -169,12 +176,12 @@ class RequestPreparation:
                 request_id=name,
                 tenant=context.tenant,
             )
-            record = pool.listeners.follow(facts)
-            streams.append(RequestStream(demand, submit, arrived, deadline, prior_ids, reading, record))
+            record = pool.observers.follow(facts)
+            streams.append(RequestStream(demand, submit, arrived, deadline, prior_ids, delivery, record))
         return tuple(streams)
 
 
-def model_limits(pool: ModelBackend, settings: RouterSettings) -> ModelLimits:
+def model_limits(pool: ModelPool, settings: RouterSettings) -> ModelLimits:
     """Returns what a model allows. Raises `RequestError` while it has no executor."""
     description = pool.describe()
     return ModelLimits(
@@ -205,8 +212,8 @@ def prior_output(
 
 def end_with_prior_output(stream: RequestStream, prior_ids: Sequence[int], end: End | None) -> None:
     """Accepts a stream for which no executor is needed, because the output that its client brought ends it."""
-    assert stream.reading is not None
-    if end is not None or stream.reading.new_text().feed(0, prior_ids).matched is not None:
+    assert stream.delivery is not None
+    if end is not None or stream.delivery.new_text().feed(0, prior_ids).matched is not None:
         stream.accept()
     if end is not None:
         stream.finish(end)
@@ -270,7 +277,7 @@ def _rounded_ms(seconds: float) -> int:
 def _delivery(
     submit: executor_pb2.Submit,
     context: resume_pb2.RouterContext,
-    pool: ModelBackend,
+    pool: ModelPool,
     tokens: ResumeTokens,
     first_token_deadline: float | None,
     deadline: float | None,
@@ -332,3 +339,103 @@ def _stop_scope(context: resume_pb2.RouterContext) -> StopScope | None:
 def _name_token(text: TextModel, token: types_pb2.TokenLogprob) -> None:
     token.text_bytes = text.token_bytes(token.token_id)
     token.is_special = token.token_id in text.special_token_ids
+
+
+def answer_format_of(
+    request: inference_pb2.GenerateRequest, text: TextModel, prompt_ids: Sequence[int]
+) -> AnswerFormat:
+    """Returns how the answer to a prompt is divided into reasoning, content and calls."""
+    functions = _functions(request)
+    if not functions and not request.output.parts:
+        return AnswerFormat()
+    tools = text.support.tools if functions else None
+    texts = {}
+    if tools is not None and tools.layout == "parameters":
+        texts = {one.name: text_parameters(one.parameters) for one in functions}
+    return AnswerFormat(
+        tools,
+        text.support.reasoning,
+        text.opens_reasoning(prompt_ids),
+        texts,
+        must_call=_must_call(request),
+        is_constrained=request.HasField("constraint"),
+    )
+
+
+def text_parameters(parameters: str) -> tuple[str, ...]:
+    """Returns the parameters of a schema that are text."""
+    properties = read_json(parameters).get("properties") if parameters else None
+    if not isinstance(properties, dict):
+        return ()
+    return tuple(
+        name for name, schema in properties.items() if isinstance(schema, dict) and schema.get("type") == "string"
+    )
+
+
+def answer_constraint_of(
+    request: inference_pb2.GenerateRequest, text: TextModel, answer: AnswerFormat, default_budget: int | None = None
+) -> ConstraintSource | None:
+    """Returns what constrains the answer: the functions that it may call, or the request's constraint, which begins
+    after the reasoning, or only the length of the reasoning. `default_budget` is that of requests without one."""
+    constraint = constraint_source(request.constraint) if request.HasField("constraint") else None
+    functions, choice = _functions(request), request.tool_choice
+    most_reasoning = _most_reasoning(request, text, answer, default_budget)
+    if not functions and most_reasoning is None and (constraint is None or answer.reasoning is None):
+        return constraint
+    rules = AnswerRules(
+        # What only the parser needs would make equal grammars unequal.
+        dataclasses.replace(answer, texts={}, must_call=False, is_constrained=False),
+        functions,
+        must_call=_must_call(request),
+        may_repeat=bool(functions) and (choice.parallel if choice.HasField("parallel") else True),
+        token_ids=text.marker_ids,
+        most_reasoning=most_reasoning,
+    )
+    if functions or constraint is None:
+        return ConstraintSource(TOOLS, (rules.to_json(),), MAX_WHITESPACE_IN_ARGUMENTS)
+    return dataclasses.replace(constraint, reasoning=rules.to_json())
+
+
+def constraint_source(constraint: types_pb2.Constraint) -> ConstraintSource:
+    """Returns a valid constraint as plain values."""
+    kind = constraint.WhichOneof("kind")
+    if kind == "json_object":
+        texts: tuple[str, ...] = ()
+    elif kind == "choice":
+        texts = tuple(constraint.choice.choices)
+    else:
+        texts = (getattr(constraint, kind),)
+    given = constraint.HasField("max_whitespace")
+    return ConstraintSource(kind, texts, constraint.max_whitespace if given else DEFAULT_MAX_WHITESPACE)
+
+
+def _functions(request: inference_pb2.GenerateRequest) -> tuple[ToolSchema, ...]:
+    """Returns the functions that the answer may call."""
+    if request.tool_choice.mode == inference_pb2.ToolChoice.MODE_NONE:
+        return ()
+    names = request.tool_choice.names
+    return tuple(
+        ToolSchema(function.name, function.parameters, function.strict or bool(_input(function)), _input(function))
+        for function in request.chat.functions
+        if not names or function.name in names
+    )
+
+
+def _input(function: inference_pb2.Function) -> str:
+    """Returns the grammar of a function's argument `input`; empty for none."""
+    return regex_grammar(function.input_regex) if function.HasField("input_regex") else function.input_grammar
+
+
+def _must_call(request: inference_pb2.GenerateRequest) -> bool:
+    return request.tool_choice.mode == inference_pb2.ToolChoice.MODE_REQUIRED
+
+
+def _most_reasoning(
+    request: inference_pb2.GenerateRequest, text: TextModel, answer: AnswerFormat, default_budget: int | None
+) -> int | None:
+    """Returns the tokens of reasoning after which its end is forced; None for no limit."""
+    if answer.reasoning is None or not text.can_end_reasoning or not request.HasField("chat"):
+        return None
+    chat = request.chat
+    budget = chat.thinking_token_budget if chat.HasField("thinking_token_budget") else default_budget
+    return budget if budget is not None and budget >= 0 else None

@@ -89,7 +89,7 @@ def _phase_without_seat(
             return one.phase
     if stream is None or not stream.stands_by:
         return stats_pb2.SEQUENCE_PHASE_UNSPECIFIED
-    return stats_pb2.SEQUENCE_PHASE_PREEMPTED if stream.is_paused else stats_pb2.SEQUENCE_PHASE_STANDBY
+    return stats_pb2.SEQUENCE_PHASE_PREEMPTED if stream.is_preempted else stats_pb2.SEQUENCE_PHASE_STANDBY
 
 
 def waiting_for(explanation: Explanation) -> str:

@@ -1,6 +1,6 @@
 """Access to a request that a caller names, and the position from which the caller wants its output.
 
-A caller proves its access by the resume token that only its client got, or as an operator. Every invalid claim gets the
+A caller proves its access by the resume token that only its client got, or as an operator. Any other caller gets the
 answer for an unknown request.
 """
 
@@ -13,7 +13,7 @@ from inflight.common.errors import FieldViolation, invalid
 from inflight.common.protocol import MAX_CHOICES
 from inflight.router.auth.caller import Caller, effective_tenant, sees_model
 from inflight.router.auth.resume_token import ResumeTokens
-from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.dispatch.pools import ModelPool, ModelPools
 from inflight.router.request.delivery import ReadPosition
 from inflight.router.request.errors import beyond_output, unknown_request
 from inflight.router.request.ids import choice_ids, ledger_id
@@ -21,54 +21,54 @@ from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import inference_pb2
 
 
-def resumed_places(request: inference_pb2.ResumeRequest, num_choices: int) -> tuple[ReadPosition, ...]:
+def resumed_positions(request: inference_pb2.ResumeRequest, num_choices: int) -> tuple[ReadPosition, ...]:
     """Returns how far the client of a resumed request has read each of the first choices, at least one. The request
     generates `num_choices`."""
     for field, values in (("offsets", request.offsets), ("text_bytes", request.text_bytes)):
         if len(values) > num_choices:
             has = "one choice" if num_choices == 1 else f"{num_choices} choices"
             raise invalid(FieldViolation(field, f"has {len(values)} values; the request has {has}"))
-    places = []
+    positions = []
     for choice in range(max(1, len(request.offsets), len(request.text_bytes))):
         offset = request.offsets[choice] if choice < len(request.offsets) else 0
         text_bytes = request.text_bytes[choice] if choice < len(request.text_bytes) else None
-        places.append(ReadPosition(offset, text_bytes, is_started=bool(offset or text_bytes)))
-    return tuple(places)
+        positions.append(ReadPosition(offset, text_bytes, is_started=bool(offset or text_bytes)))
+    return tuple(positions)
 
 
-def check_places(places: Sequence[ReadPosition], streams: Sequence[RequestStream]) -> None:
+def check_positions(positions: Sequence[ReadPosition], streams: Sequence[RequestStream]) -> None:
     """Raises `RequestError` if a client claims to have read more than there is. For output that is still on its way
     from an executor, and for choices that are numbered by rank, this is only known at the end."""
-    for choice, (place, stream) in enumerate(zip(places, streams, strict=False)):
-        assert stream.reading is not None
-        is_known = not (stream.was_adopted or stream.reading.picks_best)
-        most = len(stream.output_ids) if is_known else stream.reading.accepted.max_tokens
-        if place.offset > most:
-            raise beyond_output(place.offset, most, choice)
+    for choice, (position, stream) in enumerate(zip(positions, streams, strict=False)):
+        assert stream.delivery is not None
+        is_known = not (stream.was_adopted or stream.delivery.picks_best)
+        most = len(stream.output_ids) if is_known else stream.delivery.accepted.max_tokens
+        if position.offset > most:
+            raise beyond_output(position.offset, most, choice)
 
 
 Named = inference_pb2.CancelRequest | inference_pb2.GetRequestRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class ResumeGrant:
     """Access to a request: the ledger's ids of its choices, and the models that may serve it. Without `is_exact` the
     choices are all that it can have, and it has those before the first that is unknown."""
 
     choices: tuple[str, ...]
-    pools: tuple[ModelBackend, ...]
+    pools: tuple[ModelPool, ...]
     is_exact: bool
 
 
 class ResumeAuthorizer:
-    """Checks callers' claims against resume tokens."""
+    """Grants access by resume tokens, and to operators."""
 
-    def __init__(self, pools: ModelRegistry, tokens: ResumeTokens) -> None:
+    def __init__(self, pools: ModelPools, tokens: ResumeTokens) -> None:
         self._pools = pools
         self._tokens = tokens
 
-    def claim(self, request: Named, caller: Caller) -> Claim:
-        """Checks the claim of a caller. Raises `RequestError`."""
+    def grant(self, request: Named, caller: Caller) -> ResumeGrant:
+        """Returns what a caller may do with a request that it names. Raises `RequestError`."""
         _check_id(request.request_id)
         if request.model and not sees_model(caller, request.model):
             raise unknown_request()
@@ -76,21 +76,23 @@ class ResumeAuthorizer:
         if not request.resume_token and caller.is_operator:
             pools = pools or self._pools.find_all("", caller.models)
             named_id = ledger_id(effective_tenant(caller, request.tenant), request.request_id)
-            return Claim(choice_ids(named_id, MAX_CHOICES), pools, is_exact=False)
-        claim = self.claim_by_token(request.request_id, request.resume_token, caller)
-        if pools is not None and claim.pools[0] not in pools:
+            return ResumeGrant(choice_ids(named_id, MAX_CHOICES), pools, is_exact=False)
+        grant = self.grant_by_token(request.request_id, request.resume_token, caller)
+        if pools is not None and grant.pools[0] not in pools:
             raise unknown_request()
-        return claim
+        return grant
 
-    def claim_by_token(self, request_id: str, token: str, caller: Caller) -> Claim:
-        """Like `claim`, for access that requires the token."""
+    def grant_by_token(self, request_id: str, token: str, caller: Caller) -> ResumeGrant:
+        """Like `grant`, for access that requires the token."""
         _check_id(request_id)
         subject = self._tokens.read(token, request_id)
         is_own = subject is not None and (caller.is_operator or caller.tenant in (None, subject.tenant))
         pool = self._pools.by_name.get(subject.pool) if subject is not None and is_own else None
         if subject is None or pool is None:
             raise unknown_request()
-        return Claim(choice_ids(ledger_id(subject.tenant, request_id), subject.num_choices), (pool,), is_exact=True)
+        return ResumeGrant(
+            choice_ids(ledger_id(subject.tenant, request_id), subject.num_choices), (pool,), is_exact=True
+        )
 
 
 def _check_id(request_id: str) -> None:

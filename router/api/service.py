@@ -23,12 +23,11 @@ from opentelemetry.trace import NoOpTracer, Span, Tracer
 from inflight.common.errors import Reason, RequestError
 from inflight.common.rpc.status import Unparsed, takes_unparsed
 from inflight.router.api.constraining import Constraining
-from inflight.router.api.generate_many import TRACE_KEYS, ManyCall, StreamLimit
+from inflight.router.api.generate_many import ManyCall, StreamLimit, shortest, stream_metadata, varint
 from inflight.router.api.prepare import RequestPreparation, model_limits
 from inflight.router.api.request_status import REQUEST_STATE_PROTO, request_standing
-from inflight.router.api.resume import Claim, ResumeAuthorizer, check_places, resumed_places
+from inflight.router.api.resume import ResumeAuthorizer, ResumeGrant, check_positions, resumed_positions
 from inflight.router.api.tokenizing import MAX_CONTEXTS, Tokenizing, take_rates
-from inflight.router.api.validation import validate_detokenize, validate_tokenize
 from inflight.router.auth.caller import (
     Authenticator,
     Caller,
@@ -42,16 +41,16 @@ from inflight.router.auth.caller import (
 from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.config.tenants import TenantConfigFile
 from inflight.router.dispatch.dispatcher import Dispatcher
-from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.dispatch.pools import ModelPool, ModelPools
 from inflight.router.ledger.types import DEFAULT_TENANT, NO_LIMITS, Adopted, LedgerState, Queued, TenantLimits
 from inflight.router.lifecycle.events import Admitted
 from inflight.router.request.delivery import ReadPosition
 from inflight.router.request.errors import draining, not_in_the_ledger, unknown_request
+from inflight.router.request.validation import validate_detokenize, validate_tokenize
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.capacity import add_capacity, described_model, described_variants
 from inflight.router.stats.source import StatsSource
 from inflight.router.stream.choices import AnyRelay, relay_of, run_all
-from inflight.router.stream.outbox import varint
 from inflight.router.stream.relay import EventWriter, TimedWriter, Write, grace_after
 from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.router.telemetry.events import NO_OBSERVERS, RequestObservers, class_name
@@ -84,27 +83,27 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def __init__(
         self,
-        pools: ModelRegistry,
+        pools: ModelPools,
         settings: RouterSettings,
-        admission: TenantConfigFile,
+        tenants: TenantConfigFile,
         authenticator: Authenticator,
         tokens: ResumeTokens,
         stats: StatsSource,
-        listeners: RequestObservers = NO_OBSERVERS,
+        observers: RequestObservers = NO_OBSERVERS,
         tracer: Tracer | None = None,
     ) -> None:
         self._pools = pools
-        self._listeners = listeners
+        self._observers = observers
         self._stats = stats
         self._tracer = tracer or NoOpTracer()
         self._authenticator = authenticator
         self._settings = settings
-        self._admission = admission
-        self._claims = ResumeAuthorizer(pools, tokens)
+        self._tenants = tenants
+        self._grants = ResumeAuthorizer(pools, tokens)
         self._tokenizing = Tokenizing()
         self._constraining = Constraining()
         self._preparation = RequestPreparation(
-            settings, admission, tokens, self._tokenizing, self._constraining, self._tracer
+            settings, tenants, tokens, self._tokenizing, self._constraining, self._tracer
         )
         self._stream_limit = StreamLimit(settings.max_streams_per_connection)
         self._is_draining = False
@@ -169,7 +168,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 await self._generate(request, caller, write, remaining_s, arrival)
         except RequestError as error:
             if arrival.is_refused:
-                self._listeners.refused(arrival.model, class_name(request.priority), error.reason)
+                self._observers.refused(arrival.model, class_name(request.priority), error.reason)
             raise
 
     async def _generate(
@@ -209,25 +208,25 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self,
         request: inference_pb2.GenerateRequest,
         streams: Sequence[RequestStream],
-        pool: ModelBackend,
+        pool: ModelPool,
         write: Write,
         reader: Reader,
     ) -> AnyRelay:
         """Submits the choices of a request or finds those that it repeats. Returns the relay for the client."""
         prior = request.prior_output
         # Output behind the end of the request is not read.
-        place = ReadPosition(len(streams[0].output_ids), prior.text_bytes if prior.HasField("text_bytes") else None)
+        position = ReadPosition(len(streams[0].output_ids), prior.text_bytes if prior.HasField("text_bytes") else None)
         if streams[0].has_been_accepted:  # the output that the client brought ends it
             streams[0].attend(reader)
-            return relay_of(streams, write, [place], reader)
+            return relay_of(streams, write, [position], reader)
         joined, outcome = await join_all(streams, pool.dispatcher, reader)
-        relay = relay_of(joined, write, [place], reader)
+        relay = relay_of(joined, write, [position], reader)
         if isinstance(outcome, Queued) and request.want_queue_events:
             pool.dispatcher.watch_queue(joined[0], outcome)
             await self._send_queued(relay, outcome, pool, reader)
         return relay
 
-    async def _send_queued(self, relay: AnyRelay, outcome: Queued, pool: ModelBackend, reader: Reader) -> None:
+    async def _send_queued(self, relay: AnyRelay, outcome: Queued, pool: ModelPool, reader: Reader) -> None:
         try:
             await relay.queued(outcome)
         except asyncio.CancelledError:
@@ -237,7 +236,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             _leave(relay, pool, reader, grace_after(error))
             raise
 
-    async def _relay(self, relay: AnyRelay, pool: ModelBackend, reader: Reader) -> None:
+    async def _relay(self, relay: AnyRelay, pool: ModelPool, reader: Reader) -> None:
         """Writes events to the client until the request ends."""
         grace_s = 0.0
         try:
@@ -255,7 +254,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         """Returns the caller. Raises `RequestError` for invalid credentials."""
         return verified_caller() or self._authenticator.identify(metadata_of(context))
 
-    def _pool_of(self, model: str, caller: Caller) -> ModelBackend:
+    def _pool_of(self, model: str, caller: Caller) -> ModelPool:
         base, _ = self._pools.split_adapter(model)
         return self._pools.find(model_of(caller, base), seen=caller.models)
 
@@ -282,14 +281,14 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.ResumeRequest, caller: Caller, metadata: Metadata, write: Write
     ) -> None:
         reader = self._new_reader()
-        claim = self._claims.claim_by_token(request.request_id, request.resume_token, caller)
-        (pool,), places = claim.pools, resumed_places(request, len(claim.choices))
+        grant = self._grants.grant_by_token(request.request_id, request.resume_token, caller)
+        (pool,), positions = grant.pools, resumed_positions(request, len(grant.choices))
         with self._serving(), self._span("resume", metadata):
             # The first choice alone: of several calls, the one that gets it last gets all of them.
-            first = await self._find(claim.choices[0], pool)
-            streams = [first, *await run_all([self._find(choice, pool) for choice in claim.choices[1:]])]
-            check_places(places, streams)
-            relay = relay_of(streams, write, places, reader)
+            first = await self._find(grant.choices[0], pool)
+            streams = [first, *await run_all([self._find(choice, pool) for choice in grant.choices[1:]])]
+            check_positions(positions, streams)
+            relay = relay_of(streams, write, positions, reader)
             for stream in streams:
                 stream.attend(reader)
                 stream.record.resumed()
@@ -318,7 +317,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         call = ManyCall(serve, write, self._settings.write_timeout_s, self._stream_limit, context.peer())
         await call.run(requests)
 
-    async def _find(self, named_id: str, pool: ModelBackend) -> RequestStream:
+    async def _find(self, named_id: str, pool: ModelPool) -> RequestStream:
         """Returns the stream of a choice, of any router."""
         stream = await pool.dispatcher.find(named_id)
         if stream is not None:
@@ -330,8 +329,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Cancel(self, request: inference_pb2.CancelRequest, context: Context) -> inference_pb2.CancelResponse:
         """Cancels a request of any router."""
-        claim = self._claims.claim(request, self._caller(context))
-        found = [one.answer for one in await _ask_of_choices(claim, Dispatcher.cancel)]
+        grant = self._grants.grant(request, self._caller(context))
+        found = [one.answer for one in await _ask_of_choices(grant, Dispatcher.cancel)]
         if not found:
             raise unknown_request()
         was = next((state for state in found if state is not LedgerState.ENDED), LedgerState.ENDED)
@@ -341,8 +340,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetRequestRequest, context: Context
     ) -> inference_pb2.GetRequestResponse:
         """Returns the state of a request of any router."""
-        claim = self._claims.claim(request, self._caller(context))
-        found = await _ask_of_choices(claim, Dispatcher.explain)
+        grant = self._grants.grant(request, self._caller(context))
+        found = await _ask_of_choices(grant, Dispatcher.explain)
         if not found:
             raise not_in_the_ledger()
         # Another model may have served a request of the same id earlier.
@@ -391,7 +390,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.DetokenizeResponse(text=text)
 
     def _limits_of(self, tenant: str) -> TenantLimits:
-        return self._admission.config.limits_of(tenant) or NO_LIMITS
+        return self._tenants.config.limits_of(tenant) or NO_LIMITS
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context
@@ -401,7 +400,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         models = [described_model(pool) for pool in self._pools.by_name.values()]
         models += [described_variants(name, self._pools.find_all(name)) for name in self._pools.variants]
         models = [model for model in models if sees_model(caller, model.name)]
-        allowed = self._admission.config.adapters_of(caller.tenant or DEFAULT_TENANT)
+        allowed = self._tenants.config.adapters_of(caller.tenant or DEFAULT_TENANT)
         if allowed is not None:
             for model in models:
                 seen = [adapter for adapter in model.adapters if adapter.name in allowed]
@@ -443,7 +442,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 class ChoiceAnswer(Generic[Answer]):
     """What the ledger of a model says about a choice."""
 
-    pool: ModelBackend
+    pool: ModelPool
     choice: str
     answer: Answer
 
@@ -453,14 +452,14 @@ _PROGRESS = {LedgerState.WAITING: 0, LedgerState.LOST: 0, LedgerState.PLACED: 1,
 
 
 async def _ask_of_choices(
-    claim: Claim, ask: Callable[[Dispatcher, str], Awaitable[Answer | None]]
+    grant: ResumeGrant, ask: Callable[[Dispatcher, str], Awaitable[Answer | None]]
 ) -> list[ChoiceAnswer[Answer]]:
     """Asks about every choice of a request and returns the answers for those that are known."""
     found: list[ChoiceAnswer[Answer]] = []
-    for choice in claim.choices:
-        answers = [(pool, await ask(pool.dispatcher, choice)) for pool in claim.pools]
+    for choice in grant.choices:
+        answers = [(pool, await ask(pool.dispatcher, choice)) for pool in grant.pools]
         known = [ChoiceAnswer(pool, choice, answer) for pool, answer in answers if answer is not None]
-        if not (known or claim.is_exact):
+        if not (known or grant.is_exact):
             break
         found += known
     return found
@@ -512,7 +511,7 @@ async def _join(stream: RequestStream, dispatcher: Dispatcher, reader: Reader) -
     return stream, outcome
 
 
-def _leave(relay: AnyRelay, pool: ModelBackend, reader: Reader, grace_s: float = 0.0) -> None:
+def _leave(relay: AnyRelay, pool: ModelPool, reader: Reader, grace_s: float = 0.0) -> None:
     for stream in relay.streams:
         pool.dispatcher.leave(stream, reader, grace_s)
 
@@ -525,21 +524,6 @@ def sticky_key(request: inference_pb2.GenerateRequest) -> str:
 
 def metadata_of(context: Context) -> Metadata:
     return tuple(context.invocation_metadata() or ())
-
-
-def stream_metadata(of_call: Metadata, message: inference_pb2.GenerateManyRequest) -> Metadata:
-    """Returns the metadata of a stream: that of its call, with the stream's own trace context if it has one."""
-    if not message.metadata:
-        return of_call
-    return (*(one for one in of_call if one[0] not in TRACE_KEYS), *message.metadata.items())
-
-
-def shortest(remaining_s: float | None, message: inference_pb2.GenerateManyRequest) -> float | None:
-    """Returns the time left until the deadline of a stream, given that of its call; None: it has none."""
-    if not message.HasField("timeout"):
-        return remaining_s
-    timeout_s = max(0.0, message.timeout.seconds + message.timeout.nanos / 1e9)
-    return timeout_s if remaining_s is None else min(timeout_s, remaining_s)
 
 
 def writer(context: Context) -> Callable[[inference_pb2.StreamEvent], Coroutine[Any, Any, None]]:

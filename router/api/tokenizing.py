@@ -13,7 +13,7 @@ from inflight.common.errors import FieldViolation, invalid
 from inflight.common.protocol import MAX_BAD_WORD_IDS, MAX_BAD_WORD_SEQUENCES
 from inflight.router.api.tokenizer_turns import TokenizerTurns
 from inflight.router.dispatch.dispatcher import Dispatcher
-from inflight.router.dispatch.pools import ModelBackend
+from inflight.router.dispatch.pools import ModelPool
 from inflight.router.ledger.types import TenantLimits
 from inflight.router.request.errors import refusal
 from inflight.router.request.ids import ledger_id
@@ -33,7 +33,7 @@ Made = TypeVar("Made")
 
 
 async def check_rates(
-    pool: ModelBackend, request: inference_pb2.GenerateRequest, context: resume_pb2.RouterContext, allowed: TenantLimits
+    pool: ModelPool, request: inference_pb2.GenerateRequest, context: resume_pb2.RouterContext, allowed: TenantLimits
 ) -> None:
     """Raises `RequestError` RATE_LIMITED if the ledger would refuse the request for its tenant's rates, whose limits
     are `allowed`. If there is nothing to tokenize, the check is left to the submit."""

@@ -141,16 +141,18 @@ def input_grammars(rules: AnswerRules) -> dict[str, str]:
     return grammars
 
 
-def answer_lark(rules: AnswerRules, options: dict[str, object], body: str = "") -> str:
+def answer_lark(rules: AnswerRules, options: dict[str, object], body: str = "", ignored: set[str] | None = None) -> str:
     """Returns the grammar. `options` are llguidance's for JSON, `body` is a rule in place of tool calls; without both,
-    text is free. Raises `ToolSchemaError`."""
-    return _Writer(rules, options).write(body)
+    text is free. Adds words of the tools' schemas that JSON Schema does not know to `ignored`. Raises
+    `ToolSchemaError`."""
+    return _Writer(rules, options, ignored).write(body)
 
 
 class _Writer:
-    def __init__(self, rules: AnswerRules, options: dict[str, object]) -> None:
+    def __init__(self, rules: AnswerRules, options: dict[str, object], ignored: set[str] | None) -> None:
         self._rules = rules
         self._options = options
+        self._ignored = ignored
         self._lines: list[str] = []
 
     def write(self, body: str) -> str:
@@ -301,7 +303,7 @@ class _Writer:
     def _body(self, number: int, tool: ToolSchema) -> Iterator[str]:
         """Yields the rules of a call after its beginning. Raises `ToolSchemaError`."""
         tools, rule = self._format, f"body_{number}"
-        schema = _schema(tool)
+        schema = _schema(tool, self._ignored)
         if tools.layout == "parameters":
             yield from self._parameters(rule, tool, schema, f"@input_{number}")
             return
@@ -430,7 +432,7 @@ def _input_ending(rules: AnswerRules) -> tuple[str, str]:
     return ending, ending[:first]
 
 
-def _schema(tool: ToolSchema) -> dict[str, Any]:
+def _schema(tool: ToolSchema, ignored: set[str] | None) -> dict[str, Any]:
     """Returns the canonical schema of a tool's arguments. Raises `ToolSchemaError`."""
     if not tool.parameters:
         return NO_PARAMETERS
@@ -444,7 +446,7 @@ def _schema(tool: ToolSchema) -> dict[str, Any]:
         raise ToolSchemaError([f"{tool.name}: parameters: must be a schema of an object"])
     own = {"type": "object"} if _OTHER_PROPERTIES & set(schema) else {"type": "object", "additionalProperties": False}
     try:
-        return with_any_of(canonical_schema({**schema, **own}))
+        return with_any_of(canonical_schema({**schema, **own}, ignored))
     except SchemaError as error:
         raise ToolSchemaError([f"{tool.name}: parameters {violation}" for violation in error.violations]) from None
 

@@ -168,21 +168,17 @@ class SchemaError(Exception):
         self.violations = violations
 
 
-def canonical_schema(schema: Any) -> dict[str, Any]:
-    """Returns the canonical form of a schema. Raises `SchemaError`."""
+def canonical_schema(schema: Any, ignored: set[str] | None = None) -> dict[str, Any]:
+    """Returns the canonical form of a schema. Adds its keywords and formats that JSON Schema does not know to
+    `ignored`. Raises `SchemaError`."""
     walk = _Walk(schema)
     canonical = walk.schema(schema, "")
     walk.check_references()
     if walk.violations:
         raise SchemaError(walk.violations)
+    if ignored is not None:
+        ignored |= walk.ignored
     return {} if canonical is True else canonical if isinstance(canonical, dict) else {"enum": []}
-
-
-def ignored_words(schema: Any) -> list[str]:
-    """Returns the keywords and formats of a supported schema that JSON Schema does not know."""
-    walk = _Walk(schema)
-    walk.schema(schema, "")
-    return sorted(walk.ignored)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from inflight.router.constraint.json_schema import (
     SchemaError,
     SchemaPattern,
     canonical_schema,
-    ignored_words,
     patterns_of,
 )
 from inflight.router.constraint.json_text import JsonTextError, parse_json
@@ -93,13 +92,17 @@ def source_of(text: str) -> ConstraintSource:
     return ConstraintSource(kind, tuple(texts), max_whitespace, reasoning)
 
 
-def canonical(source: ConstraintSource) -> str:
-    """Returns the canonical grammar of a constraint. Raises `ConstraintError`."""
+def canonical(source: ConstraintSource, ignored: set[str] | None = None) -> str:
+    """Returns the canonical grammar of a constraint. Adds words of its schemas that JSON Schema does not know to
+    `ignored`. Raises `ConstraintError`."""
     try:
+        own = dict([_grammar(source, ignored)])
         if source.reasoning:
-            grammar = _after_reasoning(source)
+            # A grammar that the constraint's grammar is a part of.
+            whole = answer_lark(answer_rules(source.reasoning), {}, "@constrained")
+            grammar = canonical_grammars({"lark_grammar": whole}, {"name": "constrained", **own})
         else:
-            grammar = canonical_grammars(dict([_grammar(source)]), *_inputs(source))
+            grammar = canonical_grammars(own, *_inputs(source))
         num_bytes = len(grammar.encode())
     except JsonTextError as error:
         raise ConstraintError([str(error)]) from None
@@ -121,30 +124,21 @@ def patterns(source: ConstraintSource) -> Iterator[tuple[str, SchemaPattern]]:
         yield from tool_patterns(answer_rules(source.texts[0]))
 
 
-def ignored(source: ConstraintSource) -> list[str]:
-    """Returns the words in schemas of a supported constraint that JSON Schema does not know."""
-    if source.kind == "json_schema":
-        return ignored_words(parse_json(source.texts[0]))
-    if source.kind != TOOLS:
-        return []
-    enforced = (tool.parameters for tool in answer_rules(source.texts[0]).tools if tool.parameters)
-    return sorted({word for parameters in enforced for word in ignored_words(parse_json(parameters))})
-
-
-def _grammar(source: ConstraintSource) -> tuple[str, object]:
+def _grammar(source: ConstraintSource, ignored: set[str] | None) -> tuple[str, object]:
     """Returns the kind of a grammar and its content."""
     match source.kind:
         case "json_object":
             return "json_schema", _json_grammar({"type": "object"}, source.max_whitespace)
         case "json_schema":
-            schema = with_any_of(canonical_schema(parse_json(source.texts[0])))
+            schema = with_any_of(canonical_schema(parse_json(source.texts[0]), ignored))
             return "json_schema", _json_grammar(schema, source.max_whitespace)
         case "choice":
             return "lark_grammar", _choice(source.texts)
         case "regex":
             return "lark_grammar", regex_grammar(source.texts[0])
         case "tools":
-            return "lark_grammar", answer_lark(answer_rules(source.texts[0]), _json_options(source.max_whitespace))
+            rules, options = answer_rules(source.texts[0]), _json_options(source.max_whitespace)
+            return "lark_grammar", answer_lark(rules, options, ignored=ignored)
         case _:
             return "lark_grammar", _lark(source.texts[0])
 
@@ -154,12 +148,6 @@ def _inputs(source: ConstraintSource) -> list[dict[str, str]]:
     if source.tools is None:
         return []
     return [{"name": name, "lark_grammar": grammar} for name, grammar in input_grammars(source.tools).items()]
-
-
-def _after_reasoning(source: ConstraintSource) -> str:
-    """Returns a grammar that the constraint's grammar is a part of."""
-    whole = answer_lark(answer_rules(source.reasoning), {}, "@constrained")
-    return canonical_grammars({"lark_grammar": whole}, {"name": "constrained", **dict([_grammar(source)])})
 
 
 def _json_grammar(schema: dict[str, object], max_whitespace: int) -> dict[str, object]:

@@ -31,7 +31,6 @@ from inflight.router.constraint.source import (
     ConstraintError,
     ConstraintSource,
     canonical,
-    ignored,
     patterns,
     source_of,
 )
@@ -55,10 +54,11 @@ class Compiler:
         self._tokenizer = llguidance.LLTokenizer("byte")
         self._limits = llguidance.LLParserLimits(**PARSER_LIMITS)
 
-    def compile(self, source: str) -> str:
-        """Returns the canonical grammar of a constraint. Raises `ConstraintError`."""
+    def compile(self, source: str, ignored: set[str] | None = None) -> str:
+        """Returns the canonical grammar of a constraint. Adds words of its schemas that JSON Schema does not know to
+        `ignored`. Raises `ConstraintError`."""
         constraint = source_of(source)
-        grammar = canonical(constraint)
+        grammar = canonical(constraint, ignored)
         checked = grammar
         if constraint.kind == TOOLS or constraint.reasoning:
             # Ids of the model's special tokens, which this vocabulary does not have.
@@ -132,7 +132,9 @@ def answer_constraint(compiler: Compiler, source: str) -> str:
     """Returns the answer to one constraint as JSON text."""
     try:
         with processor_time(MAX_COMPILE_S):
-            return json.dumps({"grammar": compiler.compile(source), "ignored": ignored(source_of(source))})
+            ignored: set[str] = set()
+            grammar = compiler.compile(source, ignored)
+            return json.dumps({"grammar": grammar, "ignored": sorted(ignored)})
     except ConstraintError as error:
         return json.dumps({"violations": error.violations})
 

@@ -47,7 +47,7 @@ FIRST_LINE_TIMEOUT_S = 10.0
 RECHECK_S = 5.0
 
 
-def board_routes(feeds: Feeds, authenticator: Authenticator, watching: Watching | None = None) -> list[BaseRoute]:
+def dashboard_routes(feeds: Feeds, authenticator: Authenticator, watching: Watching | None = None) -> list[BaseRoute]:
     """Returns the routes: the page, its files under `/board/`, `/board/stats` and `/board/request`."""
     watching = watching or Watching()
 

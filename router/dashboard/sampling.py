@@ -22,7 +22,7 @@ from inflight.router.dashboard.history import (
     row_of,
 )
 from inflight.router.dashboard.requests import RequestLog, Tally
-from inflight.router.dispatch.pools import ModelBackend
+from inflight.router.dispatch.pools import ModelPool
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.ledger.types import Snapshot
 from inflight.router.telemetry.latencies import Latencies
@@ -30,7 +30,7 @@ from inflight.v1 import executor_pb2
 
 log = logging.getLogger(__name__)
 
-Looks = Callable[[], Awaitable[Sequence[tuple[ModelBackend, Snapshot | None]]]]
+Looks = Callable[[], Awaitable[Sequence[tuple[ModelPool, Snapshot | None]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Sampler:
 
     def _model(
         self,
-        pool: ModelBackend,
+        pool: ModelPool,
         snapshot: Snapshot | None,
         tallies: dict[str, Tally],
         num_refused: int,

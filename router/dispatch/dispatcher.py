@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 from inflight.common.errors import Reason, RequestError
 from inflight.router.dispatch.ledger_writer import LedgerWriter, ledger_report
 from inflight.router.dispatch.queue_updates import QueueWatch
-from inflight.router.dispatch.retry_queue import STORE_RETRY_S, RetryQueue
+from inflight.router.dispatch.retry_queue import LEDGER_RETRY_S, RetryQueue
 from inflight.router.dispatch.waiting_audit import WaitingAudit
 from inflight.router.executors.link import Answer as LinkAnswer
 from inflight.router.executors.link import ExecutorLink, NotAttached, OnAnswer
@@ -52,10 +52,10 @@ from inflight.router.lifecycle.events import (
     Event,
     Forgotten,
     HandBackAnswered,
+    LifecycleState,
     LinkEvent,
     NotLinked,
     Rejected,
-    RequestState,
     RequeueReason,
     SubmitAnswer,
     Unlinked,
@@ -103,7 +103,7 @@ from inflight.v1 import executor_pb2, types_pb2
 
 Outcome = TypeVar("Outcome")
 
-# The number of requests that fit into the concurrent calls of submit.lua (`inflight.router.ledger.batches`). A new
+# The number of requests that fit into the concurrent calls of submit.lua (`inflight.router.ledger.calls`). A new
 # request that gets no turn within `SUBMIT_TURN_S` is refused. Its client can try another router, or try again later.
 MAX_CONCURRENT_SUBMITS = 32
 SUBMIT_TURN_S = 2.0
@@ -154,8 +154,8 @@ class EndedStreams:
     def keep(self, stream: RequestStream, now: float) -> None:
         """Keeps a request that has ended. It replaces an older request with the same id."""
         self._drop(stream.request_id)
-        reading = stream.reading
-        asked_s = None if reading is None else reading.kept_s
+        delivery = stream.delivery
+        asked_s = None if delivery is None else delivery.kept_s
         keep_s = self._keep_s if asked_s is None else min(asked_s, self._keep_s)
         num_bytes = stream.num_bytes
         self._kept[stream.request_id] = (stream, now + keep_s, num_bytes)
@@ -387,7 +387,7 @@ class Dispatcher:
         if reader is not stream.reader:
             return
         self._queue_watch.unwatch(stream)
-        drain_s = unattended_s(stream.reading, grace_s, self._keep_ended_s)
+        drain_s = unattended_s(stream.delivery, grace_s, self._keep_ended_s)
         if reader is not None and reader.is_displaced and drain_s is not None:
             drain_s = max(drain_s, UNCLAIMED_S)
         if stream.has_ended or drain_s == 0:
@@ -595,8 +595,8 @@ class Dispatcher:
         stream = stream_of(effect.life)
         stream.forget()
         is_lasting = stream.error is not None and stream.error.reason in LASTING_ERRORS
-        is_left = stream.life.state is RequestState.LEFT
-        if stream.reading is not None and not is_left and (stream.end is not None or is_lasting):
+        is_left = stream.life.state is LifecycleState.LEFT
+        if stream.delivery is not None and not is_left and (stream.end is not None or is_lasting):
             self._ended.keep(stream, time.monotonic())
 
     async def _submit_first(self, life: Lifecycle) -> None:
@@ -657,7 +657,7 @@ class Dispatcher:
                 )
                 if outcome is not HandBackRefusal.UNDECIDED:
                     return outcome
-            await asyncio.sleep(STORE_RETRY_S)
+            await asyncio.sleep(LEDGER_RETRY_S)
 
     async def _clear_suspicion(self, effect: ClearSuspicion) -> None:
         try:
@@ -685,7 +685,7 @@ class Dispatcher:
             )
             if life.is_current(adopted.placement.attempt):
                 return stream_of(life)
-            return unread_stream(answer.request_id) if life.state is RequestState.LEFT else None
+            return unread_stream(answer.request_id) if life.state is LifecycleState.LEFT else None
 
         answer = await self._ask_executor(adopted.placement, on_answer)
         if isinstance(answer, NotAttached):

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from inflight.common.errors import RequestError
 from inflight.common.protocol import RESERVATION_VERSION
 from inflight.router.dispatch.report_pacer import ReportPacer
-from inflight.router.dispatch.retry_queue import STORE_RETRY_S
+from inflight.router.dispatch.retry_queue import LEDGER_RETRY_S
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.ledger.ledger import Ledger
 from inflight.router.ledger.types import Attempt, Ending, ExecutorReport, HeldSequence, ServedAdapter
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class LedgerWriter:
-    """The background writes for one pool. Implements `inflight.router.ledger.types.PoolListener`.
+    """The background writes for one pool. Implements `inflight.router.ledger.types.PoolEvents`.
 
     `on_superseded(executor_id, attempt)` is called for a sequence that an executor holds although the ledger no longer
     counts its attempt. It must cancel the sequence on the executor.
@@ -131,7 +131,7 @@ class LedgerWriter:
             self._ended_wake.clear()
             if not await self.settle_now():
                 self._ended_wake.set()
-                await asyncio.sleep(STORE_RETRY_S)
+                await asyncio.sleep(LEDGER_RETRY_S)
 
     async def _relay_reports(self) -> None:
         while True:

@@ -1,9 +1,12 @@
 """The models that this router serves, and their executors.
 
-A `ModelBackend` is one model: its tokenizer, its ledger and its live requests. `ModelRegistry` finds the backend of a
-request by the model's name, or by a name that stands for several models, its variants. `VariantMeters` measures the
-variants, so that they can be compared. The registry keeps a link to every executor address. It passes the events of a
-link to the backend whose model the executor serves.
+A `ModelPool` is one model: its tokenizer, its ledger and its live requests. `ModelPools` finds the pool of a request
+by the model's name, or by a name that stands for several models, its variants. `VariantMeters` measures the variants,
+so that they can be compared. `ModelPools` keeps a link to every executor address. It passes the events of a link to the
+pool whose model the executor serves.
+
+Executors report the name and the content hash of each LoRA adapter that they can serve. During a rollout, executors may
+report different contents for one name. A request gets one of these contents when it is admitted, and keeps it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
 from inflight.router.auth.caller import Caller, model_of, sees_model
 from inflight.router.config.tenants import Variant, choose_variant, share_of
 from inflight.router.discovery import watch
-from inflight.router.dispatch.adapters import Adapter, adapters_of, unknown_adapter
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.executors.channel import ExecutorChannels
 from inflight.router.executors.link import MAX_OUTPUT_DELAY_S, ExecutorLink, LinkEvents
@@ -37,17 +39,19 @@ Variants = Mapping[str, tuple[Variant, ...]]
 # Of a value in a log line.
 MAX_LISTED = 16
 MAX_LISTED_CHARACTERS = 200
+# Of adapters, in an error.
+MAX_LISTED_NAMES = 32
 
 # How many of the newest values of each latency are kept for a model under a name.
 NUM_KEPT_LATENCIES = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class ModelBackend:
+class ModelPool:
     name: str
     text: TextModel
     dispatcher: Dispatcher
-    listeners: RequestObservers = NO_OBSERVERS
+    observers: RequestObservers = NO_OBSERVERS
 
     @property
     def links(self) -> tuple[ExecutorLink, ...]:
@@ -76,12 +80,12 @@ class ModelBackend:
         return description
 
 
-class ModelRegistry:
+class ModelPools:
     """All models of this router, and its links. Implements `inflight.router.executors.link.LinkRegistry`."""
 
     def __init__(
         self,
-        pools: Sequence[ModelBackend],
+        pools: Sequence[ModelPool],
         router_id: str,
         current_variants: Callable[[], Variants] = dict,
         channels: ExecutorChannels | None = None,
@@ -90,7 +94,7 @@ class ModelRegistry:
         max_output_delay_s: float = MAX_OUTPUT_DELAY_S,
     ) -> None:
         self._events = events or EventLog()
-        self.by_name: Mapping[str, ModelBackend] = {pool.name: pool for pool in pools}
+        self.by_name: Mapping[str, ModelPool] = {pool.name: pool for pool in pools}
         self._current_variants = current_variants
         self._router_id = router_id
         self._channels = channels
@@ -106,7 +110,7 @@ class ModelRegistry:
         """The names that stand for several models, with those models."""
         return self._current_variants()
 
-    def find(self, model: str, key: str = "", seen: frozenset[str] | None = None) -> ModelBackend:
+    def find(self, model: str, key: str = "", seen: frozenset[str] | None = None) -> ModelPool:
         """Returns the pool of the named model. If the name stands for several models, `key` selects the variant. If
         `model` is empty, returns the only pool. Raises `RequestError`; its text names only the models in `seen`, or all
         if `seen` is None."""
@@ -116,7 +120,7 @@ class ModelRegistry:
         (pool,) = self.find_all(model, seen)
         return pool
 
-    def find_all(self, model: str, seen: frozenset[str] | None = None) -> tuple[ModelBackend, ...]:
+    def find_all(self, model: str, seen: frozenset[str] | None = None) -> tuple[ModelPool, ...]:
         """Returns every pool that a name can mean. Raises `RequestError` as `find`."""
         variants = self.variants
         if model in variants:
@@ -147,7 +151,7 @@ class ModelRegistry:
             return [model_of(caller, model)]
         return [name for name in (*self.by_name, *self.variants) if sees_model(caller, name)]
 
-    def seen_by(self, caller: Caller, model: str = "") -> list[ModelBackend]:
+    def seen_by(self, caller: Caller, model: str = "") -> list[ModelPool]:
         """Returns the pools of `names_seen_by`, ordered by name. Raises `RequestError`."""
         names = self.names_seen_by(caller, model)
         pools = {pool.name: pool for name in names for pool in self.find_all(name, caller.models)}
@@ -243,7 +247,7 @@ def _same_id(link: ExecutorLink, known: ExecutorLink) -> str:
     return f"{text}; give each executor an --executor-id of its own"
 
 
-def _warn_of_differences(pool: ModelBackend, link: ExecutorLink) -> None:
+def _warn_of_differences(pool: ModelPool, link: ExecutorLink) -> None:
     """Logs differences of settings that affect tokens between an executor and another one of the same model."""
     other = next(iter(pool.links), None)
     if other is None:
@@ -277,7 +281,7 @@ def _token_settings(description: executor_pb2.DescribeResponse) -> dict[str, str
 class _PoolLinks:
     """Passes the events of one pool's links to its dispatcher and the event log. Implements `LinkEvents`."""
 
-    pool: ModelBackend
+    pool: ModelPool
     events: EventLog
     unlinked: Callable[[ExecutorLink], None]
 
@@ -369,3 +373,50 @@ def percentile(values: Iterable[float], fraction: float) -> float:
     """Returns the smallest value that is not exceeded by at least `fraction` of all values."""
     ordered = sorted(values)
     return ordered[max(0, -int(-len(ordered) * fraction // 1) - 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The content that new requests for a name get. `num_executors` executors serve it. `num_resident` of them have it
+    in a slot."""
+
+    name: str
+    hash: str
+    rank: int
+    num_executors: int
+    num_resident: int
+
+
+def adapters_of(reports: Iterable[executor_pb2.Report]) -> dict[str, Adapter]:
+    """Returns the adapters by name, ordered by name.
+
+    If a name has several contents, the one that most executors serve without draining is chosen. Ties are decided by
+    the number of all executors that serve the content, then by the larger hash, so that routers with the same reports
+    make the same choice.
+    """
+    found: dict[str, dict[str, list[tuple[bool, executor_pb2.AdapterStatus]]]] = {}
+    for report in reports:
+        for status in report.adapters:
+            found.setdefault(status.name, {}).setdefault(status.hash, []).append((not report.draining, status))
+    return {name: _most_served(found[name]) for name in sorted(found)}
+
+
+def _most_served(contents: dict[str, list[tuple[bool, executor_pb2.AdapterStatus]]]) -> Adapter:
+    def order(adapter_hash: str) -> tuple[int, int, str]:
+        serving = contents[adapter_hash]
+        return sum(accepts for accepts, _ in serving), len(serving), adapter_hash
+
+    statuses = [status for _, status in contents[max(contents, key=order)]]
+    first = statuses[0]
+    return Adapter(first.name, first.hash, first.rank, len(statuses), sum(status.resident for status in statuses))
+
+
+def unknown_adapter(model: str, name: str, known: Iterable[str]) -> RequestError:
+    """Returns the error for a name that no executor of the model reports."""
+    names = sorted(known)
+    listed = ", ".join(names[:MAX_LISTED_NAMES]) + (", …" if len(names) > MAX_LISTED_NAMES else "") or "none"
+    return RequestError(
+        Reason.UNKNOWN_ADAPTER,
+        f"adapter_id: model {model} has no adapter {name[:100]!r}; its adapters: {listed}",
+        (FieldViolation("adapter_id", f"there is no adapter {name[:100]!r} of {model}; its adapters: {listed}"),),
+    )

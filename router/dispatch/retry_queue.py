@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
 
-# The number of items that fit into the concurrent calls of a batched script (`inflight.router.ledger.batches`).
+# The number of items that fit into the concurrent calls of a batched script (`inflight.router.ledger.calls`).
 MAX_CONCURRENT_ATTEMPTS = 32
-STORE_RETRY_S = 0.5
+LEDGER_RETRY_S = 0.5
 
 
 class RetryQueue(Generic[Item]):
@@ -30,18 +30,7 @@ class RetryQueue(Generic[Item]):
         self._spawn = spawn
         self._pause = pause
         self._items: dict[Item, None] = {}
-        self._attempted: set[Item] = set()
         self._num_workers = 0
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __contains__(self, item: Item) -> bool:
-        """Returns whether the item waits for an attempt or is being attempted."""
-        return item in self._items or item in self._attempted
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter(tuple(self._items))
 
     def add(self, item: Item) -> None:
         """Queues the item. No effect if it already waits."""
@@ -50,24 +39,13 @@ class RetryQueue(Generic[Item]):
             self._num_workers += 1
             self._spawn(self._work())
 
-    def remove(self, item: Item) -> None:
-        """Removes the item if it waits for an attempt."""
-        self._items.pop(item, None)
-
     async def _work(self) -> None:
         try:
             while self._items:
                 item = next(iter(self._items))
                 del self._items[item]
-                if not await self._try(item):
+                if not await self._attempt(item):
                     self._items.setdefault(item)
-                    await self._pause(STORE_RETRY_S)
+                    await self._pause(LEDGER_RETRY_S)
         finally:
             self._num_workers -= 1
-
-    async def _try(self, item: Item) -> bool:
-        self._attempted.add(item)
-        try:
-            return await self._attempt(item)
-        finally:
-            self._attempted.discard(item)

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from inflight.common.errors import RequestError
-from inflight.router.dispatch.retry_queue import STORE_RETRY_S
+from inflight.router.dispatch.retry_queue import LEDGER_RETRY_S
 from inflight.router.ledger.types import ANY_ATTEMPT, Attempt
 from inflight.router.stream.request_stream import RequestStream
 
@@ -88,7 +88,7 @@ class WaitingAudit:
             except RequestError as error:
                 log.debug("waiting requests cannot be verified after a lapse: %s", error)
                 self._lapsed.set()
-                await self._pause(STORE_RETRY_S)
+                await self._pause(LEDGER_RETRY_S)
 
     async def check_all(self) -> None:
         """Submits all waiting requests again that the ledger does not have in its queue."""

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from inflight.common.protocol import MAX_FRAME_PROMPT_LOGPROBS, MAX_FRAME_TOKENS, MAX_TOP_LOGPROBS
 from inflight.router.request.executor_context import ADAPTER_HASH, FrameError
-from inflight.router.request.sampling import sampling_violations
+from inflight.router.request.validation import sampling_violations
 from inflight.v1 import executor_pb2, types_pb2
 
 # The ledger's scripts compute with doubles, which represent integers exactly up to this number.

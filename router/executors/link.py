@@ -500,7 +500,7 @@ class ExecutorLink:
     def _receive_step(self, step: executor_pb2.StepFrame) -> None:
         for started in step.started:
             if stream := self._current(started.slot):
-                stream.start(started.cached_tokens)
+                stream.board(started.cached_tokens)
         for scored in step.prompt_logprobs:
             if stream := self._current(scored.slot):
                 stream.prompt_logprobs(scored.position, scored.values)
@@ -519,7 +519,7 @@ class ExecutorLink:
                 stream.logprobs(one.offset, one.values)
         for slot in step.paused:
             if stream := self._current(slot):
-                stream.pause()
+                stream.preempt()
                 stream.record.preempted()
         for slot in step.detached:
             stream, attempt = self._seated.pop(slot)

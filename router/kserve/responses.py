@@ -1,14 +1,17 @@
-"""Translation of a request's events into inference responses: as they come, or one at the end."""
+"""Translation of a request's events into inference responses: as they come, or one at the end. Log
+probabilities are the tensors of TensorRT-LLM's and vLLM's backends."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import json
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from inflight.common.errors import RequestError
 from inflight.kserve import grpc_service_pb2
 from inflight.router.kserve import translation
-from inflight.router.kserve.logprobs import logprob_of, logprobs_json
 from inflight.router.kserve.tensors import BYTES, Element, Tensor, encode_output
 from inflight.router.kserve.translation import VERSION, Wanted
 from inflight.v1 import inference_pb2, types_pb2
@@ -151,3 +154,34 @@ def _shown_reason(finished: inference_pb2.Finished) -> types_pb2.FinishReason:
     """Returns the reason that a response names. Output that a stop cut off within its form is not complete."""
     is_stop = finished.reason in (types_pb2.FINISH_REASON_STOP_TOKEN, types_pb2.FINISH_REASON_STOP_STRING)
     return types_pb2.FINISH_REASON_LENGTH if is_stop and finished.constraint_unfinished else finished.reason
+
+
+# JSON has no infinity; this is OpenAI's and vLLM's word for it.
+VERY_UNLIKELY = -9999.0
+
+
+def logprob_of(position: types_pb2.PositionLogprobs) -> float:
+    """That of the token produced; not a number where it is not known any more."""
+    return position.chosen.logprob if position.HasField("chosen") else math.nan
+
+
+def logprobs_json(positions: Iterable[types_pb2.PositionLogprobs]) -> bytes:
+    """vLLM's text: an object for each position, its keys token ids; null where nothing is known any more."""
+    return json.dumps([_by_token_id(position) for position in positions]).encode()
+
+
+def _by_token_id(position: types_pb2.PositionLogprobs) -> dict[str, dict[str, Any]] | None:
+    if not position.HasField("chosen"):
+        return None
+    told = {str(token.token_id): _told(token, rank) for rank, token in enumerate(position.top, start=1)}
+    # An executor of an earlier version does not report the rank of a token that is not among these.
+    told.setdefault(str(position.chosen.token_id), _told(position.chosen, position.chosen.rank or None))
+    return told
+
+
+def _told(token: types_pb2.TokenLogprob, rank: int | None) -> dict[str, Any]:
+    return {
+        "logprob": max(VERY_UNLIKELY, token.logprob),
+        "rank": rank,
+        "decoded_token": token.text_bytes.decode(errors="replace"),
+    }

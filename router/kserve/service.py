@@ -18,7 +18,7 @@ import grpc.aio
 from inflight.common.errors import Reason, RequestError
 from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
 from inflight.router.auth.caller import Authenticator, Caller, Metadata, model_of, sees_model, verified_caller
-from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.dispatch.pools import ModelPool, ModelPools
 from inflight.router.kserve.infer_stream import InferStream
 from inflight.router.kserve.models import model_config, model_metadata
 from inflight.router.kserve.responses import FINAL_RESPONSE, Responder, Send
@@ -66,7 +66,7 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     """Serves clients of KServe v2. Its only state are running streams."""
 
     def __init__(
-        self, pools: ModelRegistry, authenticator: Authenticator, generator: Generator, settings: RouterSettings
+        self, pools: ModelPools, authenticator: Authenticator, generator: Generator, settings: RouterSettings
     ) -> None:
         self._pools = pools
         self._authenticator = authenticator
@@ -193,7 +193,7 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     def _caller(self, context: Context) -> Caller:
         return verified_caller() or self._authenticator.identify(_metadata(context))
 
-    def _pools_of(self, model: str, caller: Caller) -> tuple[ModelBackend, ...]:
+    def _pools_of(self, model: str, caller: Caller) -> tuple[ModelPool, ...]:
         """Returns every backend that a name can mean, at least one. Raises `RequestError`."""
         try:
             base, _ = self._pools.split_adapter(model)
@@ -201,7 +201,7 @@ class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
         except RequestError as error:
             raise in_client_words(error, {"model": "name"}) from error
 
-    def _is_ready(self, *pools: ModelBackend) -> bool:
+    def _is_ready(self, *pools: ModelPool) -> bool:
         return not self._generator.is_draining and any(pool.links for pool in pools)
 
 

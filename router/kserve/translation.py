@@ -1,7 +1,7 @@
 """Translation of an inference request into a GenerateRequest, and the form of the answer. Pure.
 
-Values are checked where every request's are, by `inflight.router.api.validation`; a refusal that comes back from there
-names fields of a GenerateRequest, and `in_client_words` puts the client's own names in their place.
+Values are checked where every request's are, by `inflight.router.request.validation`; a refusal that comes back from
+there names fields of a GenerateRequest, and `in_client_words` puts the client's own names in their place.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ P = ParamSpec("P")
 class Arguments(Generic[P]):
     """The arguments by which a script gets one item: the name of each in Lua, and how it follows from the item.
 
-    `lua.py` generates a Lua function that reads them by these names, so their order matters only within an item.
+    `schema.py` generates a Lua function that reads them by these names, so their order matters only within an item.
     `own` are arguments of their own: `name` is a number, or nil in Lua where it is '', `name?` a boolean, `name$` a
     text. `packed` are numbers in one argument behind them.
     """

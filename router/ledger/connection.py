@@ -1,38 +1,176 @@
-"""Connections to Redis, turns of calls on them, and the mapping of Redis failures to request errors.
+"""Connections to Redis, and the mapping of its failures to request errors.
 
-Calls share a bounded connection pool and take `Turns` in it. The mailbox reader blocks, so it has its own connection.
-Nothing is retried here. Scripts are safe to repeat, but a retry would double the time until a lost reply is noticed. A
-call that failed before it was sent (`NotSent`) has changed nothing in Redis, and its reply cannot be lost.
+Calls share a bounded connection pool. The mailbox reader blocks, so it has its own connection. Nothing is retried here.
+Scripts are safe to repeat, but a retry would double the time until a lost reply is noticed. A call that failed before
+it was sent (`NotSent`) has changed nothing in Redis, and its reply cannot be lost. After a pool is closed no connection
+stays open, even if calls were in progress.
 
 With Sentinels, every new connection asks them for the master. A failover breaks the connections to the old master.
+
+Every call concerns one pool, and all keys of a pool are in one hash slot, on one node. So the client of a cluster
+keeps no map of the cluster. A call goes to the node that answered the last call for the same slot. The first call goes
+to a seed node. A node that does not have the slot redirects to the node that has it (MOVED). redis-py's own cluster
+client is not used: it sends more commands, refuses calls beyond its connection limit instead of queueing them, and
+leaves connections open when nodes leave the cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
-from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio import BlockingConnectionPool, ConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelManagedConnection, SentinelManagedSSLConnection
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import MovedError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from inflight.common.cancellation import task_is_cancelled
 from inflight.common.errors import Reason, RequestError
-from inflight.router.ledger.clients import CallPool, ClusterClient, Node, NotSentError
 from inflight.router.ledger.redis_url import RedisAddress, RedisKind, parse_redis_url
 from inflight.router.ledger.settings import LedgerSettings
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+Node = tuple[str, int]
+
+MAX_HOPS = 16
+
+
+class NotSentError(RedisConnectionError):
+    """Raised if there is no connection for a command: none was free in time, or none could be opened. The text contains
+    the cause."""
+
+
+class CallPool(BlockingConnectionPool):
+    """redis-py's blocking pool. It raises `NotSentError` instead of redis-py's errors, and closing it ends calls in
+    progress."""
+
+    _is_closed = False
+
+    async def get_connection(self, *args: Any, **options: Any) -> Any:
+        """Returns a connection that is ready for a command. Raises `NotSentError`."""
+        self._check_open()
+        try:
+            connection = await super().get_connection()  # type: ignore[no-untyped-call]
+        except (RedisError, OSError, TimeoutError) as error:
+            raise NotSentError(f"{type(error).__name__}: {error}") from error
+        try:
+            self._check_open()  # the pool may have been closed while the connection was opened
+        except NotSentError:
+            await self.release(connection)
+            raise
+        return connection
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise NotSentError("the connections are closed")
+
+    async def release(self, connection: Any) -> None:
+        """Puts a connection back into the pool. Disconnects it if the pool is closed."""
+        if self._is_closed:
+            await connection.disconnect(nowait=True)
+        await super().release(connection)
+
+    async def aclose(self) -> None:
+        """Closes all connections. Calls in progress fail."""
+        self._is_closed = True
+        await super().aclose()
+
+
+class CommandClient(Protocol):
+    """The part of a client that sends commands."""
+
+    async def execute_command(self, *args: Any, keys: Sequence[str]) -> Any:
+        """Sends one command to the node that has the keys, and returns its reply. A command without keys goes to the
+        node of `keys`, too."""
+
+
+class RedisClient(CommandClient, Protocol):
+    """A client of the Redis with the ledger: redis-py's of one node, or a `ClusterClient`."""
+
+    def xread(self, streams: Any, count: int | None = None, block: int | None = None) -> Awaitable[Any]:
+        """Reads a stream."""
+
+    def xrevrange(self, name: Any, max: Any = "+", min: Any = "-", count: int | None = None) -> Awaitable[Any]:
+        """Reads a stream from its end."""
+
+    async def aclose(self) -> None:
+        """Closes its connections."""
+
+
+class ClusterClient:
+    """The client of a cluster. `open_node` returns a client of one node. `nodes` are the seed nodes."""
+
+    def __init__(self, nodes: Sequence[Node], open_node: Callable[[Node], Redis]) -> None:
+        self._nodes = tuple(nodes)
+        self._open_node = open_node
+        self._clients: dict[Node, Redis] = {}
+        self._homes: dict[int, Node] = {}
+
+    async def execute_command(self, *args: Any, keys: Sequence[str]) -> Any:
+        """Sends one command to the node that is believed to have the keys."""
+        return await self._call(keys[0], lambda node: node.execute_command(*args))  # type: ignore[no-untyped-call]
+
+    async def xread(self, streams: Mapping[str, str], count: int | None = None, block: int | None = None) -> Any:
+        """Calls redis-py's `xread` for one stream."""
+        (key,) = streams
+        return await self._call(key, lambda node: node.xread({key: streams[key]}, count, block))
+
+    async def xrevrange(self, name: str, max: str = "+", min: str = "-", count: int | None = None) -> Any:
+        """Calls redis-py's `xrevrange`."""
+        return await self._call(name, lambda node: node.xrevrange(name, max, min, count))
+
+    async def aclose(self) -> None:
+        """Closes all connections. If some fail to close, raises the first failure after the others are closed."""
+        closings = [client.aclose() for client in self._clients.values()]
+        failures = [one for one in await asyncio.gather(*closings, return_exceptions=True) if one is not None]
+        if failures:
+            raise failures[0]
+
+    async def _call(self, key: str, call: Callable[[Redis], Awaitable[T]]) -> T:
+        """Calls the node that has the key.
+
+        If a node has answered for this slot before, only that node and the nodes to which it redirects are called. If
+        this fails, the next call starts with the seed nodes. Otherwise the seed nodes are called in turn until one
+        answers. If all fail, raises the error of a node that was sent the call, if there is one, because that node may
+        have run it.
+        """
+        slot = key_slot(key.encode())
+        home = self._homes.pop(slot, None)
+        to_ask = deque(self._nodes if home is None else (home,))
+        no_reply: Exception | None = None
+        for _ in range(MAX_HOPS):
+            node = to_ask.popleft()
+            try:
+                reply = await call(self._client(node))
+            except MovedError as moved:
+                to_ask.appendleft((moved.host or node[0], moved.port))
+            except ResponseError as error:
+                if type(error) is ResponseError:  # subclasses (CLUSTERDOWN, …) do not show which node has the keys
+                    self._homes[slot] = node
+                raise
+            except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+                no_reply = no_reply if isinstance(error, NotSentError) else error
+                if not to_ask:
+                    raise no_reply or error from None
+            else:
+                self._homes[slot] = node
+                return reply
+        raise RedisConnectionError("the nodes of the cluster do not agree who has the pool")
+
+    def _client(self, node: Node) -> Redis:
+        if node not in self._clients:
+            self._clients[node] = self._open_node(node)
+        return self._clients[node]
 
 
 class NotSent(RequestError):
@@ -46,29 +184,45 @@ class Closable(Protocol):
         """Closes its connections."""
 
 
-def connect(url: str, settings: LedgerSettings) -> Redis:
-    """Returns a client for a URL that `parse_redis_url` accepts. The client connects at the first call. The caller
-    closes it with `close`."""
+def connect(url: str, settings: LedgerSettings) -> RedisClient:
+    """Returns a client for calls, of a URL that `parse_redis_url` accepts. The client connects at the first call. The
+    caller closes it with `close`."""
+    return _open(parse_redis_url(url), settings, _pooled)
+
+
+def connect_node(url: str, settings: LedgerSettings) -> Redis:
+    """Like `connect`, for a URL that is not of a cluster."""
     address = parse_redis_url(url)
+    return _pooled(_options(address, settings), settings)
+
+
+def connect_reader(url: str, settings: LedgerSettings) -> RedisClient:
+    """Returns a client with one connection, for blocking reads of the Redis of this URL."""
+    return _open(parse_redis_url(url), settings, _single)
+
+
+def _open(
+    address: RedisAddress,
+    settings: LedgerSettings,
+    open_client: Callable[[dict[str, Any], LedgerSettings], Redis],
+) -> RedisClient:
+    options = _options(address, settings)
+    if address.kind is not RedisKind.CLUSTER:
+        return open_client(options, settings)
+
+    def open_node(node: Node) -> Redis:
+        return open_client({**options, "host": node[0], "port": node[1]}, settings)
+
+    return ClusterClient(address.nodes, open_node)
+
+
+def _options(address: RedisAddress, settings: LedgerSettings) -> dict[str, Any]:
+    """Returns the options of every connection to an address."""
     options = dict(address.options) | _call_options(settings.call_timeout_ms)
     if address.kind is RedisKind.SENTINEL:
         options["connection_class"] = SentinelManagedSSLConnection if address.has_tls else SentinelManagedConnection
         options["connection_pool"] = SentinelMaster(address, settings)
-    if address.kind is RedisKind.CLUSTER:
-        return _as_redis(ClusterClient(address.nodes, lambda node: _connect_node(node, options, settings)))
-    return _pooled(options, settings)
-
-
-def connect_reader(redis: Redis, settings: LedgerSettings) -> Redis:
-    """Returns a client with one connection to the same Redis, for blocking reads."""
-    cluster: object = redis  # may be a `ClusterClient`, cast by `_as_redis`
-    if isinstance(cluster, ClusterClient):
-        open_node = cluster.open_node
-        return _as_redis(ClusterClient(cluster.nodes, lambda node: connect_reader(open_node(node), settings)))
-    calls = redis.connection_pool
-    options = dict(calls.connection_kwargs)
-    options["socket_timeout"] = (settings.mailbox_block_ms + settings.call_timeout_ms) / 1000
-    return Redis.from_pool(ConnectionPool(calls.connection_class, max_connections=1, **options))
+    return options
 
 
 class SentinelMaster:
@@ -125,91 +279,14 @@ async def answered(call: Awaitable[T], settings: LedgerSettings) -> T:
 
 
 def unavailable(settings: LedgerSettings, cause: str, kind: type[RequestError] = RequestError) -> RequestError:
-    """Returns the error for a store that does not answer. `cause` may contain an address, so it is not sent to
+    """Returns the error for a Redis that does not answer. `cause` may contain an address, so it is not sent to
     clients."""
     return kind(
         Reason.STORE_UNAVAILABLE,
-        "the admission store does not answer",
+        "the ledger does not answer",
         retry_after_ms=settings.retry_after_ms,
         cause=cause,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiter:
-    turn: asyncio.Future[None]
-    since_s: float
-
-
-class Turns:
-    """Turns of the calls that requests cause: submits, cancels, hand-backs, queries. All pools of a Redis client share
-    them.
-
-    These calls use at most half of the connections. The other half stays free for leases, reports and settles. Kinds of
-    calls alternate, and calls of one kind are served in order of arrival, so a thousand cancels delay a submit by one
-    cancel. A turn has no deadline while Redis answers. If Redis has answered no call for the timeout of a call, the
-    calls that have waited at least that long are refused.
-    """
-
-    def __init__(self, settings: LedgerSettings, clock: Callable[[], float] = time.monotonic) -> None:
-        self._settings = settings
-        self._clock = clock
-        self._num_free = max(1, settings.max_connections // 2)
-        # Waiters by kind. The first kind gets the next turn. A cancelled waiter stays until its turn comes.
-        self._waiting: dict[str, deque[_Waiter]] = {}
-        self._heard_s = clock()
-
-    @asynccontextmanager
-    async def turn(self, kind: str) -> AsyncIterator[None]:
-        """Waits for a turn and holds it. Raises `NotSent` if Redis does not answer."""
-        await self._take(kind)
-        try:
-            yield
-        finally:
-            self._pass_on()
-
-    def heard(self) -> None:
-        """Records that Redis has answered a call."""
-        self._heard_s = self._clock()
-
-    def missed(self) -> None:
-        """Records a failed call. If Redis has answered no call for the timeout of a call, refuses the calls that have
-        waited at least that long."""
-        silent_since_s = self._clock() - self._settings.call_timeout_ms / 1000
-        if self._heard_s > silent_since_s:
-            return
-        for kind, waiting in tuple(self._waiting.items()):
-            while waiting and waiting[0].since_s <= silent_since_s:
-                turn = waiting.popleft().turn
-                if not turn.done():
-                    turn.set_exception(unavailable(self._settings, "no turn: earlier calls have no answer", NotSent))
-            if not waiting:
-                del self._waiting[kind]
-
-    async def _take(self, kind: str) -> None:
-        if self._num_free:
-            self._num_free -= 1
-            return
-        waiter = _Waiter(asyncio.get_running_loop().create_future(), self._clock())
-        self._waiting.setdefault(kind, deque()).append(waiter)
-        try:
-            await waiter.turn
-        except asyncio.CancelledError:
-            if waiter.turn.done() and not waiter.turn.cancelled() and waiter.turn.exception() is None:
-                self._pass_on()  # the turn was granted before the cancel arrived
-            raise
-
-    def _pass_on(self) -> None:
-        while self._waiting:
-            kind, waiting = next(iter(self._waiting.items()))
-            del self._waiting[kind]
-            turn = waiting.popleft().turn
-            if waiting:
-                self._waiting[kind] = waiting  # behind the other kinds
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._num_free += 1
 
 
 def _call_options(timeout_ms: int) -> dict[str, Any]:
@@ -223,15 +300,11 @@ def _call_options(timeout_ms: int) -> dict[str, Any]:
     }
 
 
-def _connect_node(node: Node, options: dict[str, Any], settings: LedgerSettings) -> Redis:
-    return _pooled({**options, "host": node[0], "port": node[1]}, settings)
-
-
 def _pooled(options: dict[str, Any], settings: LedgerSettings) -> Redis:
     timeout_s = settings.call_timeout_ms / 1000
     return Redis.from_pool(CallPool(settings.max_connections, timeout_s, **options))
 
 
-def _as_redis(client: ClusterClient) -> Redis:
-    """Casts a cluster client to `Redis`. redis-py has no common type for the methods that the ledger calls on both."""
-    return cast(Redis, client)
+def _single(options: dict[str, Any], settings: LedgerSettings) -> Redis:
+    options = {**options, "socket_timeout": (settings.mailbox_block_ms + settings.call_timeout_ms) / 1000}
+    return Redis.from_pool(ConnectionPool(max_connections=1, **options))

@@ -16,7 +16,7 @@ from inflight.router.ledger.types import (
     HandBackDetails,
     HandBackOutcome,
     LedgerEvent,
-    PoolListener,
+    PoolEvents,
     Refused,
     ReportOutcome,
     Snapshot,
@@ -46,7 +46,7 @@ class Ledger(Protocol):
     async def aclose(self) -> None:
         """Waits for operations whose callers were cancelled."""
 
-    def listen(self, listener: PoolListener) -> None:
+    def listen(self, listener: PoolEvents) -> None:
         """Sets the listener for what the periodic calls report about the pool."""
 
     # Requests

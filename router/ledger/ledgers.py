@@ -11,15 +11,14 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from inflight.common.errors import RequestError
-from inflight.router.ledger.connection import Turns, answered, close, connect, unavailable
+from inflight.router.ledger.calls import Turns
+from inflight.router.ledger.connection import CommandClient, answered, close, connect, connect_reader, unavailable
+from inflight.router.ledger.functions import ScriptCalls, is_unreadable, load_scripts
 from inflight.router.ledger.ledger import Ledger, OnEvent
-from inflight.router.ledger.lua import ScriptCaller, load_scripts
 from inflight.router.ledger.redis_ledger import RedisLedger
-from inflight.router.ledger.script_calls import ScriptCalls, execute_at, is_unreadable
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import LedgerCall
 
@@ -46,22 +45,22 @@ class NoFunctionsError(Exception):
     """Raised if the server has no functions."""
 
 
-async def missing_commands(redis: Redis, settings: LedgerSettings) -> list[str]:
+async def missing_commands(redis: CommandClient, settings: LedgerSettings) -> list[str]:
     """Returns the commands that a router needs and its user in Redis may not call, in capitals. Loads the library of
     scripts if the server does not have it. Raises `RequestError` if Redis does not answer, and `NoFunctionsError`."""
     key = f"inflight:check:{secrets.token_hex(8)}"
     missing = await _missing_for_functions(redis, settings, key)
     for call in _calls(key):
         name = str(call[0])
-        if name not in missing and await _is_refused(execute_at(redis, key, *call), settings):
+        if name not in missing and await _is_refused(redis.execute_command(*call, keys=[key]), settings):
             missing.append(name)
     return missing
 
 
-async def _missing_for_functions(redis: ScriptCaller, settings: LedgerSettings, key: str) -> list[str]:
+async def _missing_for_functions(redis: CommandClient, settings: LedgerSettings, key: str) -> list[str]:
     library = load_scripts()
     try:
-        await answered(execute_at(redis, key, "FCALL", library.function("forget"), 0), settings)
+        await answered(redis.execute_command("FCALL", library.function("forget"), 0, keys=[key]), settings)
     except RequestError as error:
         cause = error.__cause__
         if not isinstance(cause, ResponseError):
@@ -86,7 +85,7 @@ async def _is_refused(call: Awaitable[Any], settings: LedgerSettings) -> bool:
     return False
 
 
-async def learn_secret(redis: Redis, settings: LedgerSettings, own: bytes | None = None) -> bytes:
+async def learn_secret(redis: CommandClient, settings: LedgerSettings, own: bytes | None = None) -> bytes:
     """Returns the secret in Redis. If there is none, writes the caller's `own` or a new one.
 
     The result differs from `own` if Redis lost it and another router has already generated a new one.
@@ -105,10 +104,10 @@ async def learn_secret(redis: Redis, settings: LedgerSettings, own: bytes | None
             raise unavailable(settings, f"{KEY} is not what a router puts there") from None
 
 
-async def _shared(redis: Redis, settings: LedgerSettings, secret: bytes) -> bytes:
+async def _shared(redis: CommandClient, settings: LedgerSettings, secret: bytes) -> bytes:
     """Returns the secret in Redis. Raises `ValueError` if it is none."""
-    await answered(redis.set(KEY, secret.hex(), nx=True), settings)
-    found = await answered(redis.get(KEY), settings)
+    await answered(redis.execute_command("SET", KEY, secret.hex(), "NX", keys=[KEY]), settings)
+    found = await answered(redis.execute_command("GET", KEY, keys=[KEY]), settings)
     if found is None:
         raise unavailable(settings, f"{KEY} vanished")
     return bytes.fromhex(str(found))
@@ -124,6 +123,7 @@ class Ledgers:
     """
 
     def __init__(self, url: str, router_id: str, settings: LedgerSettings, on_call: OnCall = lambda call: None) -> None:
+        self._url = url
         self._redis = connect(url, settings)
         self._router_id = router_id
         self._settings = settings
@@ -133,7 +133,14 @@ class Ledgers:
     def open(self, pool: str, on_event: OnEvent) -> Ledger:
         """Returns the ledger of a pool."""
         return RedisLedger(
-            self._redis, pool, self._router_id, self._settings, on_event, on_call=self._on_call, turns=self._turns
+            self._redis,
+            pool,
+            self._router_id,
+            self._settings,
+            on_event,
+            on_call=self._on_call,
+            turns=self._turns,
+            reader=connect_reader(self._url, self._settings),
         )
 
     async def learn_secret(self, own: bytes | None) -> bytes:

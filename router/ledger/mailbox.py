@@ -27,13 +27,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from redis.asyncio import Redis
-
 from inflight.common.errors import RequestError
 from inflight.router.ledger.codec import parse_event
-from inflight.router.ledger.connection import answered
-from inflight.router.ledger.lua import load_scripts
-from inflight.router.ledger.script_calls import ScriptCalls, is_unreadable
+from inflight.router.ledger.connection import RedisClient, answered
+from inflight.router.ledger.functions import ScriptCalls, is_unreadable, load_scripts
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import Cancelled, LeaseLapsed, LedgerEvent, TakenOver
 
@@ -51,7 +48,7 @@ OVERTAKEN_MS = 5_000
 class Mailbox:
     """Reads one mailbox from its beginning."""
 
-    def __init__(self, redis: Redis, key: str, settings: LedgerSettings) -> None:
+    def __init__(self, redis: RedisClient, key: str, settings: LedgerSettings) -> None:
         self._redis = redis
         self._key = key
         self._settings = settings

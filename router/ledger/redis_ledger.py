@@ -24,10 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, Unpack
 
-from redis.asyncio import Redis
-
 from inflight.common.errors import RequestError
-from inflight.router.ledger.batches import Batches
+from inflight.router.ledger.calls import Batches, Outage, Turns
 from inflight.router.ledger.codec import (
     CANCEL,
     Argument,
@@ -50,13 +48,11 @@ from inflight.router.ledger.codec import (
     submit_args,
     verify_args,
 )
-from inflight.router.ledger.connection import NotSent, Turns, answered, close, connect_reader, unavailable
+from inflight.router.ledger.connection import NotSent, RedisClient, answered, close, unavailable
+from inflight.router.ledger.functions import Library, ScriptCalls, load_scripts
 from inflight.router.ledger.keys import NUM_CLASSES, PoolKeys
 from inflight.router.ledger.ledger import OnEvent
-from inflight.router.ledger.lua import Library, load_scripts
 from inflight.router.ledger.mailbox import LedgerClock, Mailbox, OwnershipFilter
-from inflight.router.ledger.outage import Outage
-from inflight.router.ledger.script_calls import ScriptCalls
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
     AdoptOutcome,
@@ -72,7 +68,7 @@ from inflight.router.ledger.types import (
     LeaseLapsed,
     LedgerCall,
     Placement,
-    PoolListener,
+    PoolEvents,
     Queued,
     Refused,
     ReportOutcome,
@@ -126,13 +122,12 @@ class RedisLedger:
 
     `redis` comes from `connect`. `router_id` is new at every start of the router, because its mailbox is read from the
     beginning. `on_event` must not raise. `on_call` is called after every call of a script, in the `contextvars` context
-    of the caller. All users of `redis` share `turns`. `reader` reads the mailbox; None: a client that is connected for
-    it.
+    of the caller. All users of `redis` share `turns`. `reader` reads the mailbox, for which `run` needs it.
     """
 
     def __init__(
         self,
-        redis: Redis,
+        redis: RedisClient,
         pool: str,
         router_id: str,
         settings: LedgerSettings,
@@ -140,9 +135,8 @@ class RedisLedger:
         scripts: Library | None = None,
         on_call: Callable[[LedgerCall], None] = lambda call: None,
         turns: Turns | None = None,
-        reader: Redis | None = None,
+        reader: RedisClient | None = None,
     ) -> None:
-        self._redis = redis
         self._reader = reader
         self._turns = turns or Turns(settings)
         self._outage = Outage(pool, logger)
@@ -155,7 +149,7 @@ class RedisLedger:
         self._clock = LedgerClock()
         self._calls = ScriptCalls(redis, scripts or load_scripts())
         self._peers: frozenset[str] = frozenset()
-        self._listener: PoolListener | None = None
+        self._listener: PoolEvents | None = None
         self._is_registered = False
         self._missed_reply = False
         self._operations: set[asyncio.Task[Any]] = set()
@@ -165,7 +159,8 @@ class RedisLedger:
 
     async def run(self) -> None:
         """Reads the mailbox, renews the lease and reaps, until cancelled. Also continues while Redis is unavailable."""
-        reader = self._reader or connect_reader(self._redis, self._settings)
+        reader = self._reader
+        assert reader is not None, "the mailbox has a reader"
         mailbox = Mailbox(reader, self._keys.mailbox(self.router_id), self._settings)
         try:
             async with asyncio.TaskGroup() as group:
@@ -240,7 +235,7 @@ class RedisLedger:
         reply = await self._detached(self._repeat("report", *args))
         return parse_reports(reply)
 
-    def listen(self, listener: PoolListener) -> None:
+    def listen(self, listener: PoolEvents) -> None:
         self._listener = listener
 
     async def renew(self) -> None:
@@ -429,7 +424,7 @@ class RedisLedger:
         self._operations.discard(task)
         error = None if task.cancelled() else task.exception()
         if error and not isinstance(error, RequestError):
-            logger.error("store operation failed", exc_info=error)
+            logger.error("operation of the ledger failed", exc_info=error)
 
 
 async def _every(operation: Callable[[], Awaitable[None]], interval_ms: int, jitter: float) -> None:

@@ -502,7 +502,7 @@ class LeaseLapsed:
     is_certain: bool = field(default=True, compare=False)
 
 
-class PoolListener(Protocol):
+class PoolEvents(Protocol):
     """Receives what a router's periodic calls report about the pool, except events of requests."""
 
     def on_routers(self, peers: frozenset[str]) -> None:

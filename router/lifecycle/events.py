@@ -28,7 +28,7 @@ SubmitAnswer = SubmitOutcome | RequestError
 Admitted = Placement | Queued | Dropped | Adopted
 
 
-class RequestState(Enum):
+class LifecycleState(Enum):
     """The state of a request; `inflight.router.lifecycle.lifecycle` has the table."""
 
     NEW = auto()

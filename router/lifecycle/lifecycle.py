@@ -79,13 +79,13 @@ from inflight.router.lifecycle.events import (
     GiveUp,
     HandBackAnswered,
     Leave,
+    LifecycleState,
     NoExecutor,
     NotLinked,
     PendingCall,
     ReaderEnded,
     Rejected,
     Release,
-    RequestState,
     RequeueReason,
     ResubmitAnswered,
     ResubmitDue,
@@ -318,7 +318,7 @@ class IllegalTransition(Exception):
     """An event that the state does not allow, or that led to a wrong state: a bug of this router."""
 
 
-S = RequestState
+S = LifecycleState
 
 
 class Lifecycle:

@@ -29,12 +29,12 @@ from inflight.router.lifecycle.events import (
     GiveUp,
     HandBackAnswered,
     Leave,
+    LifecycleState,
     NoExecutor,
     NotLinked,
     ReaderEnded,
     Rejected,
     Release,
-    RequestState,
     ResubmitAnswered,
     ResubmitDue,
     SequenceEnded,
@@ -46,8 +46,8 @@ from inflight.router.lifecycle.events import (
     Withdrawn,
 )
 
-ALL = frozenset(RequestState)
-UNSERVED = frozenset({RequestState.NEW, RequestState.ENDED, RequestState.LEFT})
+ALL = frozenset(LifecycleState)
+UNSERVED = frozenset({LifecycleState.NEW, LifecycleState.ENDED, LifecycleState.LEFT})
 SERVED = ALL - UNSERVED
 
 # By event: the states that allow it, and those that it can lead to; "=" is the same state, "SERVED" are all but NEW,
@@ -149,15 +149,15 @@ _TABLE: Mapping[tuple[type, ...], Mapping[str, str]] = {
 }
 
 
-def _states(words: str, state: RequestState | None = None) -> frozenset[RequestState]:
+def _states(words: str, state: LifecycleState | None = None) -> frozenset[LifecycleState]:
     """Returns the states that a cell of the table names."""
     groups = {"ANY": ALL, "SERVED": SERVED, "=": frozenset({state})}
     return frozenset(
-        one for word in words.split() for one in groups.get(word) or {RequestState[word]} if one is not None
+        one for word in words.split() for one in groups.get(word) or {LifecycleState[word]} if one is not None
     )
 
 
-TRANSITIONS: Mapping[tuple[RequestState, type], frozenset[RequestState]] = {
+TRANSITIONS: Mapping[tuple[LifecycleState, type], frozenset[LifecycleState]] = {
     (state, kind): _states(following, state)
     for kinds, rows in _TABLE.items()
     for states, following in rows.items()

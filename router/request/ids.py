@@ -18,10 +18,8 @@ from array import array
 from collections.abc import Sequence
 
 from inflight.router.ledger.types import DEFAULT_TENANT
-from inflight.v1 import executor_pb2, inference_pb2
+from inflight.v1 import executor_pb2
 
-_ID_BYTES = 16
-_SEED_BYTES = 8
 _CALL_ID_BYTES = 10
 _CALL_ID_CHARACTERS = 9
 MAX_PREFIXES = 12
@@ -55,27 +53,8 @@ def tenant_of(ledger_id: str) -> str:
 def call_id(ledger_id: str, index: int) -> str:
     """Returns the id of a tool call of a choice, the same from every router: nine letters and digits, which the chat
     templates of Mistral's models require."""
-    digest = _hash(b"call", ledger_id, str(index), size=_CALL_ID_BYTES).digest()
+    digest = hash_of(b"call", ledger_id, str(index), size=_CALL_ID_BYTES).digest()
     return base64.b32encode(digest).decode().lower()[:_CALL_ID_CHARACTERS]
-
-
-def keyed_request_id(tenant: str, key: str) -> str:
-    """Returns the id of the request that a tenant submits with this idempotency key."""
-    return "key-" + _hash(b"id", tenant, key, size=_ID_BYTES).hexdigest()
-
-
-def keyed_seed(tenant: str, key: str) -> int:
-    """Returns the seed of such a request without one: a repeat samples the same tokens."""
-    return int.from_bytes(_hash(b"seed", tenant, key, size=_SEED_BYTES).digest(), "big")
-
-
-def digest_of(request: inference_pb2.GenerateRequest, tenant: str) -> bytes:
-    """Returns the hash of the whole request without `prior_output`: equal for repeats only."""
-    asked = inference_pb2.GenerateRequest()
-    asked.CopyFrom(request)
-    asked.ClearField("prior_output")
-    asked.tenant = tenant
-    return hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=_ID_BYTES).digest()
 
 
 def prefix_hashes_of(submit: executor_pb2.Submit, block_size: int) -> tuple[str, ...]:
@@ -113,5 +92,5 @@ def named_block_counts(num_full_blocks: int) -> tuple[int, ...]:
     return tuple(powers[-MAX_PREFIXES:])
 
 
-def _hash(purpose: bytes, tenant: str, key: str, size: int) -> hashlib.blake2b:
+def hash_of(purpose: bytes, tenant: str, key: str, size: int) -> hashlib.blake2b:
     return hashlib.blake2b(f"{tenant}\0{key}".encode(), digest_size=size, person=purpose)

@@ -7,18 +7,25 @@ its adapter, its tokens and its constraint. Another router rebuilds the request'
 from __future__ import annotations
 
 import functools
+import hashlib
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from inflight.common.parameters import NEUTRAL_SAMPLING
 from inflight.common.protocol import MAX_FRAME_INTERVAL
 from inflight.common.time_of_day import unix_ms
 from inflight.router.ledger.types import DEFAULT_TENANT
-from inflight.router.request.ids import choice_ids, digest_of, keyed_request_id, keyed_seed, ledger_id
-from inflight.router.request.sampling import resolve_sampling
+from inflight.router.request.ids import choice_ids, hash_of, ledger_id
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
 
 NUM_SEEDS = 2**64
+_ID_BYTES = 16
+_SEED_BYTES = 8
+# Values of a request replace those of its model; both fields together are the list of bad words.
+_LISTS = (("logit_bias",), ("allowed_token_ids",), ("bad_words", "bad_word_ids"))
+_DEFAULTS = types_pb2.SamplingParams(**NEUTRAL_SAMPLING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,25 @@ def router_context(request: inference_pb2.GenerateRequest, arrived: float) -> re
     if request.HasField("resume_ttl"):
         context.resume_ttl.FromNanoseconds(request.resume_ttl.ToNanoseconds())
     return context
+
+
+def keyed_request_id(tenant: str, key: str) -> str:
+    """Returns the id of the request that a tenant submits with this idempotency key."""
+    return "key-" + hash_of(b"id", tenant, key, size=_ID_BYTES).hexdigest()
+
+
+def keyed_seed(tenant: str, key: str) -> int:
+    """Returns the seed of such a request without one: a repeat samples the same tokens."""
+    return int.from_bytes(hash_of(b"seed", tenant, key, size=_SEED_BYTES).digest(), "big")
+
+
+def digest_of(request: inference_pb2.GenerateRequest, tenant: str) -> bytes:
+    """Returns the hash of the whole request without `prior_output`: equal for repeats only."""
+    asked = inference_pb2.GenerateRequest()
+    asked.CopyFrom(request)
+    asked.ClearField("prior_output")
+    asked.tenant = tenant
+    return hashlib.blake2b(asked.SerializeToString(deterministic=True), digest_size=_ID_BYTES).digest()
 
 
 def new_submit(
@@ -123,3 +149,21 @@ def choices_of(submit: executor_pb2.Submit, num_choices: int) -> list[executor_p
         other.ClearField("num_prompt_logprobs")
         submits.append(other)
     return submits
+
+
+def resolve_sampling(
+    asked: types_pb2.SamplingParams, defaults: types_pb2.SamplingParams, choose_seed: Callable[[], int]
+) -> types_pb2.SamplingParams:
+    """Returns the request's values, else the model's generation config, else the protocol's defaults. Every value is
+    set, as `Accepted` and `Submit` carry it. Calls `choose_seed` if the request brings no seed."""
+    resolved = types_pb2.SamplingParams()
+    resolved.CopyFrom(_DEFAULTS)
+    resolved.MergeFrom(defaults)
+    for fields in _LISTS:
+        if any(getattr(asked, name) for name in fields):
+            for name in fields:
+                resolved.ClearField(name)
+    resolved.MergeFrom(asked)
+    resolved.seed = asked.seed if asked.HasField("seed") else choose_seed()
+    resolved.typical_p = 1.0
+    return resolved

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from inflight.router.dispatch.pools import ModelBackend
+from inflight.router.dispatch.pools import ModelPool
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.ledger.types import ClassQueue, ExecutorStanding, Snapshot
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
@@ -25,7 +25,7 @@ NOT_KNOWN = types_pb2.STEP_CONSTRAINT_UNSPECIFIED
 OF_PROMPTS = (types_pb2.STEP_CONSTRAINT_TOKENS, types_pb2.STEP_CONSTRAINT_PACE)
 
 
-def described_model(pool: ModelBackend) -> inference_pb2.Model:
+def described_model(pool: ModelPool) -> inference_pb2.Model:
     """Describes a model for clients; limits and defaults are unset while it has no executor."""
     model = inference_pb2.Model(
         name=pool.name, has_chat_template=pool.text.has_chat_template, num_executors=len(pool.links)
@@ -40,7 +40,7 @@ def described_model(pool: ModelBackend) -> inference_pb2.Model:
     return model
 
 
-def described_variants(name: str, pools: Sequence[ModelBackend]) -> inference_pb2.Model:
+def described_variants(name: str, pools: Sequence[ModelPool]) -> inference_pb2.Model:
     """Describes a name that stands for several models: limits that all of them allow, so that any of them can serve a
     request."""
     models = [described_model(pool) for pool in pools]
@@ -59,7 +59,7 @@ def described_variants(name: str, pools: Sequence[ModelBackend]) -> inference_pb
     return combined
 
 
-def add_capacity(response: inference_pb2.GetCapacityResponse, pool: ModelBackend, snapshot: Snapshot) -> None:
+def add_capacity(response: inference_pb2.GetCapacityResponse, pool: ModelPool, snapshot: Snapshot) -> None:
     """Adds a pool's executors, queues, and the quality of its wait estimates."""
     response.executors.extend(capacity for _, capacity in executor_capacities(pool, snapshot))
     for priority, num_requests in enumerate(snapshot.num_waiting, start=1):
@@ -76,7 +76,7 @@ def add_capacity(response: inference_pb2.GetCapacityResponse, pool: ModelBackend
 
 
 def executor_capacities(
-    pool: ModelBackend, snapshot: Snapshot
+    pool: ModelPool, snapshot: Snapshot
 ) -> Iterator[tuple[ExecutorLink, inference_pb2.ExecutorCapacity]]:
     """Returns the state of each usable executor of a pool, in order of id."""
     standings = {standing.executor_id: standing for standing in snapshot.executors}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from prometheus_client import CollectorRegistry, Gauge
 
 from inflight.common.errors import RequestError
-from inflight.router.dispatch.pools import ModelBackend
+from inflight.router.dispatch.pools import ModelPool
 from inflight.router.ledger.types import Snapshot
 from inflight.router.telemetry.events import CLASS_NAMES
 
@@ -23,7 +23,7 @@ class ScrapeGauges:
     """The gauges of `pools`; `refresh` brings them up to date."""
 
     def __init__(
-        self, registry: CollectorRegistry, pools: Collection[ModelBackend], clock: Callable[[], float] = time.monotonic
+        self, registry: CollectorRegistry, pools: Collection[ModelPool], clock: Callable[[], float] = time.monotonic
     ) -> None:
         def gauge(name: str, text: str, *more_labels: str) -> Gauge:
             return Gauge(f"inflight_{name}", text, ("model", *more_labels), registry=registry)
@@ -82,7 +82,7 @@ class ScrapeGauges:
         self._reserved_sequences.labels(model).set(sum(executor.reserved_sequences for executor in accepting))
 
 
-async def _look(pool: ModelBackend) -> Snapshot | None:
+async def _look(pool: ModelPool) -> Snapshot | None:
     """Returns a pool's snapshot; None while the ledger does not answer."""
     try:
         return await pool.dispatcher.snapshot()

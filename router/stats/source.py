@@ -3,6 +3,8 @@
 Merges data of links, the ledger, executors' steps and this router's latencies. Executors' steps are subscribed to only
 while there is a watcher, once for all watchers. The ledger is read then, once for all watchers, and for each sample of
 the dashboard's history. Each message is made on request, so a slow watcher gets the newest one.
+
+An operator sees everything. Any other caller sees other tenants' requests without names, and their queues summed up.
 """
 
 from __future__ import annotations
@@ -10,20 +12,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from inflight.common.errors import FieldViolation, RequestError, invalid
 from inflight.common.protocol import DEFAULT_STATS_INTERVAL_MS, MIN_STATS_INTERVAL_MS
 from inflight.common.time_of_day import unix_ms
 from inflight.router.auth.caller import Caller
-from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.dispatch.pools import ModelPool, ModelPools
 from inflight.router.executors.step_feed import StepFeeds, Subscription, Wants
-from inflight.router.ledger.types import Snapshot
+from inflight.router.ledger.types import Snapshot, TenantQueue
+from inflight.router.request.ids import client_id, tenant_of
 from inflight.router.stats.capacity import executor_capacities
-from inflight.router.stats.visibility import seen_queues, seen_sequence
 from inflight.router.telemetry.latencies import Latencies
-from inflight.v1 import inference_pb2
+from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
 MIN_AGE_S = 0.25
 MAX_TENANT_QUEUES = 100
@@ -71,7 +73,7 @@ NOTHING_KNOWN = Snapshot((), ())
 class StatsSource:
     """All watchers. `close` ends their streams."""
 
-    def __init__(self, pools: ModelRegistry, router_id: str, latencies: Latencies) -> None:
+    def __init__(self, pools: ModelPools, router_id: str, latencies: Latencies) -> None:
         self._pools = pools
         self._router_id = router_id
         self._latencies = latencies
@@ -89,7 +91,7 @@ class StatsSource:
         """Ends all streams."""
         self._closing.set()
 
-    async def looks(self, max_age_s: float) -> list[tuple[ModelBackend, Snapshot | None]]:
+    async def looks(self, max_age_s: float) -> list[tuple[ModelPool, Snapshot | None]]:
         """Returns each pool's snapshot, at most so old; None if the ledger does not answer."""
         pools = list(self._pools.by_name.values())
         found = await asyncio.gather(*(self._looks[pool.name].newest(max_age_s) for pool in pools))
@@ -127,7 +129,7 @@ class StatsSource:
             self._intervals_ms[interval_ms] -= 1
             self._intervals_ms += Counter()
 
-    async def _look(self, pools: Sequence[ModelBackend]) -> list[Snapshot]:
+    async def _look(self, pools: Sequence[ModelPool]) -> list[Snapshot]:
         """Returns the ledgers' snapshots, an empty one for a ledger that does not answer."""
         max_age_s = min(self._intervals_ms) / 1000
         found = await asyncio.gather(*(self._looks[pool.name].newest(max_age_s) for pool in pools))
@@ -136,7 +138,7 @@ class StatsSource:
     def _response(
         self,
         request: inference_pb2.GetStatsRequest,
-        pools: Sequence[ModelBackend],
+        pools: Sequence[ModelPool],
         snapshots: Sequence[Snapshot],
         subscription: Subscription,
         caller: Caller,
@@ -165,3 +167,40 @@ def _interval_ms(request: inference_pb2.GetStatsRequest) -> int:
     if not MIN_STATS_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
         raise invalid(FieldViolation("interval_ms", f"must be from {MIN_STATS_INTERVAL_MS} to {MAX_INTERVAL_MS}"))
     return interval_ms
+
+
+def seen_sequence(held: stats_pb2.SequenceStats, caller: Caller) -> stats_pb2.SequenceStats:
+    """Returns the visible part of a sequence, which the executor knows by its id in the ledger."""
+    seen = stats_pb2.SequenceStats()
+    seen.CopyFrom(held)
+    tenant = tenant_of(held.request_id)
+    is_known = caller.is_operator or tenant == caller.tenant
+    seen.tenant = tenant if is_known else ""
+    seen.request_id = client_id(held.request_id) if is_known else ""
+    return seen
+
+
+def seen_queues(model: str, snapshot: Snapshot, caller: Caller) -> Iterator[inference_pb2.TenantQueue]:
+    """Returns the waiting requests by class and tenant. Tenants that the caller may not see are summed up without a
+    name."""
+    for number, queue in enumerate(snapshot.queues, start=1):
+        of_class = [one for one in snapshot.tenant_queues if one.priority_class == number]
+        visible = [one for one in of_class if caller.is_operator or one.tenant == caller.tenant]
+        num_requests = queue.num_requests - sum(one.num_requests for one in visible)
+        if num_requests > 0:
+            num_tokens = queue.num_tokens - sum(one.num_tokens for one in visible)
+            longest_ms = max((one.wait_ms for one in of_class if one not in visible), default=0)
+            visible.insert(0, TenantQueue(number, "", num_requests, num_tokens, longest_ms))
+        yield from _protos(model, visible)
+
+
+def _protos(model: str, queues: Iterable[TenantQueue]) -> Iterator[inference_pb2.TenantQueue]:
+    for queue in queues:
+        yield inference_pb2.TenantQueue(
+            model=model,
+            tenant=queue.tenant,
+            priority=types_pb2.PriorityClass.Name(queue.priority_class),
+            num_requests=queue.num_requests,
+            num_tokens=queue.num_tokens,
+            longest_wait_ms=queue.wait_ms,
+        )

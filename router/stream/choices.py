@@ -47,42 +47,42 @@ async def run_all(work: Iterable[Awaitable[Result]]) -> list[Result]:
 
 
 class ChoicesRelay:
-    """Writes the events of all choices for a reader that attends them. `places` are the positions from which the client
-    reads the choices that it gets."""
+    """Writes the events of all choices for a reader that attends them. From `positions` on the client reads the choices
+    that it gets."""
 
     def __init__(
-        self, streams: Sequence[RequestStream], write: Write, places: Sequence[ReadPosition], reader: Reader
+        self, streams: Sequence[RequestStream], write: Write, positions: Sequence[ReadPosition], reader: Reader
     ) -> None:
-        reading = streams[0].reading
-        assert reading is not None
+        delivery = streams[0].delivery
+        assert delivery is not None
         self.streams = tuple(streams)
         self._reader = reader
-        self._accepted = reading.accepted
-        self._num_sent_choices = reading.num_sent_choices
-        num_left = reading.num_sent_choices - len(places)
+        self._accepted = delivery.accepted
+        self._num_sent_choices = delivery.num_sent_choices
+        num_left = delivery.num_sent_choices - len(positions)
         if num_left < 0:
-            text = f"has {len(places)} values; the client gets {reading.num_sent_choices} choices of this request"
+            text = f"has {len(positions)} values; the client gets {delivery.num_sent_choices} choices of this request"
             raise invalid(FieldViolation("offsets", text))
-        self._places = (*places, *(BEGINNING,) * num_left)
+        self._positions = (*positions, *(BEGINNING,) * num_left)
         self._write = write
         self._writing = asyncio.Lock()
         self._seq = 0
         self._has_sent_accepted = False
-        self._has_sent_started = any(place.is_started for place in self._places)
-        self._holds_output = reading.picks_best
+        self._has_sent_started = any(position.is_started for position in self._positions)
+        self._holds_output = delivery.picks_best
         # Set when the log probabilities of the prompt have been sent.
         self._prompt_told = asyncio.Event()
-        if not reading.wants_prompt_logprobs:
+        if not delivery.wants_prompt_logprobs:
             self._prompt_told.set()
         self._done: dict[int, inference_pb2.Done] = {}
         self._reasons: Counter[str] = Counter()
-        places = (BEGINNING,) * len(self.streams) if self._holds_output else self._places
-        self._relays = self._relays_of(self.streams, places)
+        positions = (BEGINNING,) * len(self.streams) if self._holds_output else self._positions
+        self._relays = self._relays_of(self.streams, positions)
 
-    def _relays_of(self, streams: Sequence[RequestStream], places: Sequence[ReadPosition]) -> list[Relay]:
+    def _relays_of(self, streams: Sequence[RequestStream], positions: Sequence[ReadPosition]) -> list[Relay]:
         return [
-            Relay(stream, functools.partial(self._take, choice), place, self._reader)
-            for choice, (stream, place) in enumerate(zip(streams, places, strict=True))
+            Relay(stream, functools.partial(self._take, choice), position, self._reader)
+            for choice, (stream, position) in enumerate(zip(streams, positions, strict=True))
         ]
 
     @property
@@ -105,7 +105,7 @@ class ChoicesRelay:
             best = self._best()
             for stream in best:
                 stream.attend(self._reader)
-            self._relays[: len(best)] = self._relays_of(best, self._places)
+            self._relays[: len(best)] = self._relays_of(best, self._positions)
             await run_all([relay.run() for relay in self._relays[: len(best)]])
         await self._send(inference_pb2.StreamEvent(done=self._merged_done()))
 
@@ -204,10 +204,10 @@ AnyRelay = Relay | ChoicesRelay
 
 
 def relay_of(
-    streams: Sequence[RequestStream], write: Write, places: Sequence[ReadPosition], reader: Reader
+    streams: Sequence[RequestStream], write: Write, positions: Sequence[ReadPosition], reader: Reader
 ) -> AnyRelay:
     """Returns the relay of a request with these choices, for a reader that attends them. Raises `RequestError` if there
-    are more `places` than choices that the client gets."""
+    are more `positions` than choices that the client gets."""
     if len(streams) > 1:
-        return ChoicesRelay(streams, write, places, reader)
-    return Relay(streams[0], write, places[0] if places else BEGINNING, reader)
+        return ChoicesRelay(streams, write, positions, reader)
+    return Relay(streams[0], write, positions[0] if positions else BEGINNING, reader)

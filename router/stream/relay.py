@@ -140,16 +140,16 @@ def grace_after(error: RequestError) -> float:
     return STALLED_GRACE_S if error.reason is Reason.STALLED else 0.0
 
 
-def unattended_s(reading: Delivery | None, grace_s: float, most_s: float) -> float | None:
+def unattended_s(delivery: Delivery | None, grace_s: float, most_s: float) -> float | None:
     """Returns for how many seconds a request continues without a reader; None: to its end.
 
     A finite time is at least `grace_s` and at most `most_s`, unless the client set `resume_ttl` to 0.
     """
-    if reading is None:
+    if delivery is None:
         return 0.0
-    if reading.unattended_s is None or reading.kept_s == 0:
-        return reading.unattended_s
-    return min(max(reading.unattended_s, grace_s), most_s)
+    if delivery.unattended_s is None or delivery.kept_s == 0:
+        return delivery.unattended_s
+    return min(max(delivery.unattended_s, grace_s), most_s)
 
 
 # Most prompt tokens in one event with log probabilities, which may have 20 top tokens each.
@@ -161,34 +161,34 @@ Write = Callable[[inference_pb2.StreamEvent], Coroutine[Any, Any, None]]
 
 
 class Relay:
-    """Writes the events of one request for a reader that attends its stream, from `place` on. Without `write`, it
+    """Writes the events of one request for a reader that attends its stream, from `position` on. Without `write`, it
     drains the stream and writes nothing."""
 
     def __init__(
         self,
         stream: RequestStream,
         write: Write | None,
-        place: ReadPosition = BEGINNING,
+        position: ReadPosition = BEGINNING,
         reader: Reader | None = None,
     ) -> None:
-        assert stream.reading is not None
+        assert stream.delivery is not None
         self._stream = stream
-        self._reading = stream.reading
-        self._text = self._reading.new_text()
-        self._parser = None if self._reading.new_parser is None else self._reading.new_parser()
+        self._delivery = stream.delivery
+        self._text = self._delivery.new_text()
+        self._parser = None if self._delivery.new_parser is None else self._delivery.new_parser()
         self._unsent_parts: list[Part] = []
         self._reasoning = None if self._parser is None else ReasoningCount(self._parser)
         self._write = write
         self._writer = write if isinstance(write, EventWriter) else None
-        self._place = place
+        self._position = position
         # Bytes of text that the client has. None: unknown until the tokens that it has are detokenized again.
-        self._num_bytes_known = place.text_bytes if place.offset else place.text_bytes or 0
+        self._num_bytes_known = position.text_bytes if position.offset else position.text_bytes or 0
         self._num_text_bytes = 0
         self._reader = reader
         self._seq = 0
         # The offset of the first token that has not been sent, and the text that has not been sent. All tokens before
         # `_num_sent` were written, which the end of the request checks.
-        self._next_offset = self._num_sent = place.offset
+        self._next_offset = self._num_sent = position.offset
         self._unsent_text = ""
         # State of writes that a callback starts for new tokens, without waking this relay's task: whether a write may
         # start now, whether none is in progress, the offset and number of its tokens, and the error of a failed write.
@@ -199,7 +199,7 @@ class Relay:
         self._failure: BaseException | None = None
         self._has_sent_queued = False
         self._has_sent_accepted = False
-        self._has_sent_started = place.is_started
+        self._has_sent_started = position.is_started
         self._num_prompt_sent = 0
         self._has_echoed = False
         self._has_sent_tokens = False
@@ -222,7 +222,7 @@ class Relay:
         clock = self._stream.clock
         first_token_ms = "-" if clock.first_token is None else f"{(clock.first_token - clock.arrived) * 1000:.0f} ms"
         return (
-            f"ended {self._end_name}: {self._reading.accepted.prompt_tokens} prompt tokens, {self._text.num_tokens} "
+            f"ended {self._end_name}: {self._delivery.accepted.prompt_tokens} prompt tokens, {self._text.num_tokens} "
             f"output tokens, first token after {first_token_ms}"
         )
 
@@ -231,8 +231,8 @@ class Relay:
         event = inference_pb2.Queued(position=queued.position)
         if not self._has_sent_queued:
             self._has_sent_queued = True
-            event.request_id = self._reading.accepted.request_id
-            event.resume_token = self._reading.accepted.resume_token
+            event.request_id = self._delivery.accepted.request_id
+            event.resume_token = self._delivery.accepted.resume_token
         if queued.estimated_wait_ms is not None:
             event.estimated_wait.FromMilliseconds(queued.estimated_wait_ms)
         await self._send(inference_pb2.StreamEvent(queued=event))
@@ -295,7 +295,7 @@ class Relay:
     async def _wait_until_deadline(self) -> bool:
         stream = self._stream
         has_first_token = stream.clock.first_token is not None or stream.was_adopted
-        deadline = None if stream.has_ended else self._reading.next_deadline(has_first_token)
+        deadline = None if stream.has_ended else self._delivery.next_deadline(has_first_token)
         if deadline is None:
             await stream.changed(self._reader)
             return True
@@ -314,7 +314,7 @@ class Relay:
         """Writes the new tokens if they are enough for an event. While a write is in progress, they wait for the
         next. Fewer are read only if they may contain a stop."""
         num_unsent = len(self._stream.output_ids) - self._next_offset
-        if num_unsent < self._reading.stream_interval and not self._text.has_stops:
+        if num_unsent < self._delivery.stream_interval and not self._text.has_stops:
             return
         if not self._may_begin:
             self._stream.wake()
@@ -328,7 +328,7 @@ class Relay:
             if self._text.matched is not None:
                 self._stream.wake()  # the task sends the rest and ends the request
                 return
-            if self._text.num_tokens - self._next_offset < self._reading.stream_interval:
+            if self._text.num_tokens - self._next_offset < self._delivery.stream_interval:
                 return
             event = self._stamped(self._unsent())
         except Exception as error:
@@ -354,15 +354,15 @@ class Relay:
             await self.queued(news.queued)
         if news.accepted and not self._has_sent_accepted:
             self._has_sent_accepted = True
-            await self._send(inference_pb2.StreamEvent(accepted=self._reading.accepted))
-        if news.started and not self._has_sent_started:
+            await self._send(inference_pb2.StreamEvent(accepted=self._delivery.accepted))
+        if news.boarded and not self._has_sent_started:
             self._has_sent_started = True
             stream = self._stream
             started = inference_pb2.Started(executor_id=stream.life.executor_id, cached_tokens=stream.num_cached_tokens)
             if stream.clock.boarded is not None:
                 started.queue.CopyFrom(_duration(stream.clock.boarded - stream.clock.arrived))
             await self._send(inference_pb2.StreamEvent(started=started))
-        if news.paused:
+        if news.preempted:
             await self._notice(inference_pb2.Notice.KIND_PAUSED, "gave up its seat and waits for another")
         if news.accepted and self._stream.num_migrations > self._num_migrations_told:
             self._num_migrations_told = self._stream.num_migrations
@@ -375,41 +375,41 @@ class Relay:
     async def _send_prompt(self, news: News) -> None:
         """Sends the known log probabilities of the prompt and, before the output, the text of the prompt. A client that
         already has output has received the log probabilities."""
-        reading, begins_output = self._reading, bool(news.token_ids) and not self._place.offset
-        if reading.wants_prompt_logprobs and (news.prompt_logprobs or begins_output) and not self._place.offset:
+        delivery, begins_output = self._delivery, bool(news.token_ids) and not self._position.offset
+        if delivery.wants_prompt_logprobs and (news.prompt_logprobs or begins_output) and not self._position.offset:
             num_known = len(news.prompt_logprobs) + 1
-            if begins_output and num_known < len(reading.prompt_ids):
+            if begins_output and num_known < len(delivery.prompt_ids):
                 raise RequestError(Reason.INTERNAL, "the executor did not report the log probabilities of the prompt")
             while self._num_prompt_sent < num_known:
                 await self._send_prompt_logprobs(news.prompt_logprobs[: num_known - 1])
-        if reading.echoes and not self._has_echoed and (news.token_ids or news.end is not None):
+        if delivery.echoes and not self._has_echoed and (news.token_ids or news.end is not None):
             self._has_echoed = True
-            for first in range(0, len(reading.prompt_ids), ECHO_TOKENS):
-                text = self._unread(self._text.echo(reading.prompt_ids[first : first + ECHO_TOKENS]))
+            for first in range(0, len(delivery.prompt_ids), ECHO_TOKENS):
+                text = self._unread(self._text.echo(delivery.prompt_ids[first : first + ECHO_TOKENS]))
                 if text:
-                    delta = inference_pb2.Delta(offset=self._place.offset, text=text)
+                    delta = inference_pb2.Delta(offset=self._position.offset, text=text)
                     await self._send(inference_pb2.StreamEvent(delta=delta))
 
     async def _send_prompt_logprobs(self, known: Sequence[types_pb2.PositionLogprobs]) -> None:
         """Sends the next tokens of the prompt. `known` are the log probabilities of the tokens after the first one of
         the prompt, which has none."""
-        first, prompt_ids = self._num_prompt_sent, self._reading.prompt_ids
+        first, prompt_ids = self._num_prompt_sent, self._delivery.prompt_ids
         last = min(first + SCORES_PER_EVENT, len(known) + 1)
         event = inference_pb2.Prompt(offset=first, token_ids=prompt_ids[first:last])
         event.logprobs.extend([*([UNKNOWN_LOGPROBS] if first == 0 else ()), *known[max(0, first - 1) : last - 1]])
         self._name_tokens(event.logprobs)
         if first == 0:
             token = types_pb2.TokenLogprob(token_id=prompt_ids[0])
-            self._reading.name_token(token)
+            self._delivery.name_token(token)
             event.first_text_bytes, event.first_is_special = token.text_bytes, token.is_special
         self._num_prompt_sent = last
         await self._send(inference_pb2.StreamEvent(prompt=event))
 
     async def _send_tokens(self, news: News) -> None:
         is_stop_token = news.end is not None and news.end.reason == types_pb2.FINISH_REASON_STOP_TOKEN
-        num_known = min(max(0, self._place.offset - news.offset), len(news.token_ids))
+        num_known = min(max(0, self._position.offset - news.offset), len(news.token_ids))
         self._feed(news.offset, news.token_ids[:num_known], is_stop_token and num_known == len(news.token_ids))
-        if self._num_bytes_known is None and self._text.num_tokens >= self._place.offset:
+        if self._num_bytes_known is None and self._text.num_tokens >= self._position.offset:
             self._num_bytes_known = self._num_text_bytes
         new_ids = news.token_ids[num_known:]
         self._feed(news.offset + num_known, new_ids, is_stop_token)
@@ -422,7 +422,7 @@ class Relay:
         offset, num_tokens = self._next_offset, max(0, self._text.num_tokens - self._next_offset)
         if not (num_tokens or self._unsent_text):
             return
-        if self._has_sent_tokens and not is_last and 0 < num_tokens < self._reading.stream_interval:
+        if self._has_sent_tokens and not is_last and 0 < num_tokens < self._delivery.stream_interval:
             return
         await self._send(self._unsent())
         if num_tokens:
@@ -432,17 +432,17 @@ class Relay:
     def _unsent(self) -> inference_pb2.StreamEvent:
         """Returns an event with all unsent tokens and text, which then count as sent."""
         event = inference_pb2.StreamEvent()
-        delta, reading, first = event.delta, self._reading, self._next_offset
+        delta, delivery, first = event.delta, self._delivery, self._next_offset
         last = max(first, self._text.num_tokens)
         delta.offset, delta.num_tokens = first, last - first
-        if reading.wants_text:
+        if delivery.wants_text:
             delta.text = self._unsent_text
         if self._unsent_parts:
-            delta.parts.extend(wire_parts(self._unsent_parts, self._reading.call_id))
+            delta.parts.extend(wire_parts(self._unsent_parts, self._delivery.call_id))
             self._unsent_parts = []
-        if reading.wants_token_ids:
+        if delivery.wants_token_ids:
             delta.token_ids.extend(self._stream.output_ids[first:last])
-        if reading.wants_logprobs:
+        if delivery.wants_logprobs:
             delta.logprobs.extend(self._stream.logprobs_of(first, last))
             self._name_tokens(delta.logprobs)
         self._next_offset, self._unsent_text = last, ""
@@ -458,7 +458,7 @@ class Relay:
         for values in logprobs:
             if values.HasField("chosen"):
                 for token in (values.chosen, *values.top):
-                    self._reading.name_token(token)
+                    self._delivery.name_token(token)
 
     def _feed(self, offset: int, token_ids: list[int], is_stop_token: bool) -> None:
         """Detokenizes tokens, the first of which is at `offset`. While tokens may be reasoning, they are taken one at a
@@ -494,8 +494,8 @@ class Relay:
         return encoded[max(0, self._num_bytes_known - before) :].decode(errors="ignore")
 
     async def _send_end(self, end: End) -> None:
-        if self._place.offset > self._text.num_tokens:
-            raise beyond_output(self._place.offset, self._text.num_tokens, choice_of(self._stream.request_id))
+        if self._position.offset > self._text.num_tokens:
+            raise beyond_output(self._position.offset, self._text.num_tokens, choice_of(self._stream.request_id))
         if end.reason == types_pb2.FINISH_REASON_STOP_STRING:
             # Another router stopped the request there. The executor holds only a part of the output, so the text does
             # not reach the stop string here.
@@ -513,14 +513,14 @@ class Relay:
         before the end was sent."""
         if self._num_sent < self._text.num_tokens:
             raise self._incomplete()
-        finished.constraint_unfinished = self._reading.is_constrained and constraint_unfinished is not False
+        finished.constraint_unfinished = self._delivery.is_constrained and constraint_unfinished is not False
         self._end_name = types_pb2.FinishReason.Name(finished.reason)
         if self._parser is not None:
-            finished.parts.extend(wire_parts(self._parser.finish(), self._reading.call_id))
+            finished.parts.extend(wire_parts(self._parser.finish(), self._delivery.call_id))
             finished.num_tool_calls = self._parser.num_calls
         await self._send(inference_pb2.StreamEvent(finished=finished))
         usage = types_pb2.Usage(
-            prompt_tokens=self._reading.accepted.prompt_tokens,
+            prompt_tokens=self._delivery.accepted.prompt_tokens,
             cached_tokens=self._stream.num_cached_tokens,
             output_tokens=self._text.num_tokens,
             reasoning_tokens=0 if self._reasoning is None else self._reasoning.num_tokens,

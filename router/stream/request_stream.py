@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from inflight.common.errors import Reason, RequestError
 from inflight.router.ledger.types import Demand, Ending, Placement, Queued, TakenOver
-from inflight.router.lifecycle.events import End, ReaderEnded, RequestState, RequeueReason, Submit
+from inflight.router.lifecycle.events import End, LifecycleState, ReaderEnded, RequeueReason, Submit
 from inflight.router.lifecycle.lifecycle import Lifecycle
 from inflight.router.request.delivery import Delivery
 from inflight.router.request.errors import taken_over
@@ -56,7 +56,7 @@ TOP_LOGPROB_BYTES = 50
 SCORED_WEIGHT = 2
 
 # Flags of the changes that the reader has not taken yet.
-ACCEPTED, STARTED, PAUSED = 1, 2, 4
+ACCEPTED, BOARDED, PREEMPTED = 1, 2, 4
 UNKNOWN_LOGPROBS = types_pb2.PositionLogprobs()
 
 
@@ -74,7 +74,7 @@ class Seat(Enum):
     NONE = auto()
     """Not yet."""
     HELD = auto()
-    GIVEN_UP = auto()
+    PREEMPTED = auto()
     """It had a seat and waits for another, on this or another executor."""
 
 
@@ -84,8 +84,8 @@ class News:
     probabilities of the prompt, from its second token on."""
 
     accepted: bool
-    started: bool
-    paused: bool
+    boarded: bool
+    preempted: bool
     queued: Queued | None
     offset: int
     token_ids: list[int]
@@ -137,10 +137,10 @@ class Reader:
 class RequestStream:
     """The output of one request.
 
-    Producers call `place`, `attach`, `accept`, `start`, `tokens`, `logprobs`, `prompt_logprobs`, `pause`, `extend` and
-    `move`. The reader calls `next`, or `changed` and `take`. `deadline` is the time by which the request must end, on
-    the clock of `arrived`. `prior_ids` are output tokens that the client sent with the request. `reading` says how a
-    client reads the output; None: no client can read it.
+    Producers call `place`, `attach`, `accept`, `board`, `tokens`, `logprobs`, `prompt_logprobs`, `preempt`, `extend`
+    and `move`. The reader calls `next`, or `changed` and `take`. `deadline` is the time by which the request must end,
+    on the clock of `arrived`. `prior_ids` are output tokens that the client sent with the request. `delivery` says how
+    a client reads the output; None: no client can read it.
     """
 
     def __init__(
@@ -150,13 +150,13 @@ class RequestStream:
         arrived: float,
         deadline: float | None = None,
         prior_ids: Sequence[int] = (),
-        reading: Delivery | None = None,
+        delivery: Delivery | None = None,
         record: RequestRecord | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.request_id = demand.request_id
         self._now = now
-        self.reading = reading
+        self.delivery = delivery
         self.life = Lifecycle(demand.request_id, self, deadline, is_repeatable=bool(self.digest))
         self.record = record or NO_OBSERVERS.follow(RequestFacts())
         self._demand = demand
@@ -193,7 +193,7 @@ class RequestStream:
     @property
     def digest(self) -> bytes:
         """The digest of the request; empty if the request cannot be repeated."""
-        return b"" if self.reading is None else self.reading.digest
+        return b"" if self.delivery is None else self.delivery.digest
 
     @property
     def has_ended(self) -> bool:
@@ -221,9 +221,9 @@ class RequestStream:
         return self.life.placement is not None and self._seat is not Seat.HELD
 
     @property
-    def is_paused(self) -> bool:
+    def is_preempted(self) -> bool:
         """Whether it gave up its seat and waits for another."""
-        return self._seat is Seat.GIVEN_UP
+        return self._seat is Seat.PREEMPTED
 
     @property
     def has_progressed(self) -> bool:
@@ -349,7 +349,7 @@ class RequestStream:
         self.accept()
         if has_started:
             self._reached, self._seat = Reached.BOARDED, Seat.HELD
-            self._unreported |= STARTED
+            self._unreported |= BOARDED
             self.num_cached_tokens = min(num_cached_tokens, len(self._submit.prompt_ids))
 
     def _leave_seat(self, num_before_placement: int) -> None:
@@ -378,7 +378,7 @@ class RequestStream:
     def _begin_reading(self, reader: Reader) -> None:
         self.reader = reader
         self.on_output = None
-        self._unreported = (0, ACCEPTED, ACCEPTED | STARTED)[self._reached]
+        self._unreported = (0, ACCEPTED, ACCEPTED | BOARDED)[self._reached]
         self._num_taken = 0
         self._changed.set()  # also for the previous reader, which may wait
 
@@ -388,7 +388,7 @@ class RequestStream:
         self._unreported |= ACCEPTED
         self._changed.set()
 
-    def start(self, num_cached_tokens: int) -> None:
+    def board(self, num_cached_tokens: int) -> None:
         """Records that the sequence boarded."""
         if self._reached < Reached.BOARDED:
             self._reached = Reached.BOARDED
@@ -398,7 +398,7 @@ class RequestStream:
         else:
             self.record.boarded_again()
         self._seat = Seat.HELD
-        self._unreported |= STARTED
+        self._unreported |= BOARDED
         self._changed.set()
 
     def tokens(self, offset: int, token_ids: Sequence[int]) -> bool:
@@ -466,12 +466,12 @@ class RequestStream:
         self._prompt_logprobs.extend(values[first - position :])
         self._changed.set()
 
-    def pause(self) -> None:
+    def preempt(self) -> None:
         """Records that the request gave up its seat and waits for another. No effect before an executor has accepted
         it."""
-        if self.has_been_accepted and self._seat is not Seat.GIVEN_UP:
-            self._seat = Seat.GIVEN_UP
-            self._unreported |= PAUSED
+        if self.has_been_accepted and self._seat is not Seat.PREEMPTED:
+            self._seat = Seat.PREEMPTED
+            self._unreported |= PREEMPTED
             self._changed.set()
 
     def requeue(self, why: RequeueReason) -> None:
@@ -482,7 +482,7 @@ class RequestStream:
         if why is RequeueReason.EXTENDED:
             self.record.extended()
         else:
-            self.pause()
+            self.preempt()
             self.record.moved(REQUEUE_REASON_NAMES[why])
 
     def move(self, queued: Queued) -> None:
@@ -506,7 +506,7 @@ class RequestStream:
             self.reader.displace()  # another router reads this choice, and will read the others
         if self.life.end is not None:
             self._record_end(outcome_of(self.life.end.reason))
-        elif self.life.state is RequestState.LEFT:
+        elif self.life.state is LifecycleState.LEFT:
             self.record.left()
         elif self.life.error is not None:
             self._record_end(self.life.error.reason.value, is_error=True)
@@ -552,8 +552,8 @@ class RequestStream:
         self._changed.clear()
         news = News(
             bool(self._unreported & ACCEPTED),
-            bool(self._unreported & STARTED),
-            bool(self._unreported & PAUSED),
+            bool(self._unreported & BOARDED),
+            bool(self._unreported & PREEMPTED),
             self._queued,
             self._num_taken,
             self.output_ids[self._num_taken :],

@@ -64,9 +64,9 @@ class EventKind(Enum):
     PREEMPTIONS = _Meaning("preemptions", Severity.WARNING, "{subject} preempted {sequences}", is_merged=True)
     """An executor preempted running sequences, because blocks ran out or for a higher class."""
     REDIS_UNAVAILABLE = _Meaning("redis_unavailable", Severity.ERROR, "Redis is unavailable", is_private=True)
-    """A store call failed after one that succeeded."""
+    """A call of the ledger failed after one that succeeded."""
     REDIS_AVAILABLE = _Meaning("redis_available", Severity.GOOD, "Redis is available again", is_private=True)
-    """A store call succeeded after one that failed."""
+    """A call of the ledger succeeded after one that failed."""
     ADMISSION_LOADED = _Meaning("admission_loaded", Severity.NOTE, "the admission file was reloaded", is_private=True)
     """A changed admission file is in force."""
     ADMISSION_REFUSED = _Meaning(
@@ -198,7 +198,7 @@ class EventLog:
     # Events of the router itself.
 
     def ledger_called(self, call: LedgerCall) -> None:
-        """A store call has finished."""
+        """A call of the ledger has finished."""
         if call.succeeded != self._redis_is_up:
             self._redis_is_up = call.succeeded
             self.add(EventKind.REDIS_AVAILABLE if call.succeeded else EventKind.REDIS_UNAVAILABLE)

@@ -259,18 +259,18 @@ class RequestRecord:
 class RequestObservers:
     """All observers, and the tracer."""
 
-    def __init__(self, listeners: Sequence[RequestObserver] = (), tracer: Tracer | None = None) -> None:
-        self._listeners = tuple(listeners)
+    def __init__(self, observers: Sequence[RequestObserver] = (), tracer: Tracer | None = None) -> None:
+        self._observers = tuple(observers)
         self._tracer = tracer
 
     def follow(self, facts: RequestFacts) -> RequestRecord:
         """Returns the record of a request that has arrived."""
         trace = None if self._tracer is None else self._tracer.follow(facts)
-        return RequestRecord(facts, tuple(listener.follow(facts) for listener in self._listeners), trace)
+        return RequestRecord(facts, tuple(observer.follow(facts) for observer in self._observers), trace)
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
-        for listener in self._listeners:
-            listener.refused(model, priority_class, reason)
+        for observer in self._observers:
+            observer.refused(model, priority_class, reason)
 
 
 NO_OBSERVERS = RequestObservers()

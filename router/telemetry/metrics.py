@@ -1,4 +1,4 @@
-"""Prometheus metrics of a router's requests and store calls; docs/metrics.md defines each name.
+"""Prometheus metrics of a router's requests and calls of the ledger; docs/metrics.md defines each name.
 
 The registry belongs to the process. All input comes from `inflight.router.telemetry.events` and the ledger. In the path
 of a token there is one count and one observation for each delivery.
@@ -32,7 +32,7 @@ REDIS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.0
 
 
 class RouterMetrics:
-    """The metrics of one router: a `inflight.router.telemetry.events.RequestObserver`. The store calls
+    """The metrics of one router: a `inflight.router.telemetry.events.RequestObserver`. The calls of the ledger
     `ledger_called`."""
 
     def __init__(self, registry: CollectorRegistry, models: Collection[str]) -> None:
@@ -113,7 +113,7 @@ class RouterMetrics:
         self.refusals.labels(model, priority_class, reason.value).inc()
 
     def ledger_called(self, call: LedgerCall) -> None:
-        """Records a finished store call."""
+        """Records a finished call of the ledger."""
         self.redis_seconds.labels(call.script).observe(call.seconds)
         if not call.succeeded:
             self.redis_errors.labels(call.script).inc()

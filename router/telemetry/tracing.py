@@ -6,7 +6,7 @@
       inflight.queue              until it is placed
       inflight.placement          one for each; the executor's spans are its children
 
-Other store calls within a traced call have a span, too; periodic store calls have none.
+Other calls of the ledger within a traced call have a span, too; periodic ones have none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def call_span(tracer: Tracer, name: str, metadata: Iterable[tuple[str, str | byt
 
 
 def trace_ledger_calls(tracer: Tracer, call: LedgerCall) -> None:
-    """Records a finished store call. Ignored if it belongs to no traced request."""
+    """Records a finished call of the ledger. Ignored if it belongs to no traced request."""
     if not trace.get_current_span().is_recording():
         return
     span = tracer.start_span(

@@ -2,7 +2,7 @@
 
 The limits are far above what clients send. They bound the work that a request causes before anything is known about it.
 `inflight.common.rpc.wire_counts` applies them to its bytes before these are parsed, and
-`inflight.router.api.validation` to the parsed message.
+`inflight.router.request.validation` to the parsed message.
 """
 
 from __future__ import annotations

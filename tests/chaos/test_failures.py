@@ -25,7 +25,7 @@ from inflight.bench.chaos.requests import SampleKind, SampleRequest
 from inflight.bench.fleet.proxy import Weather
 from inflight.bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.errors import InflightError
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
 from tests.chaos.poisoned import POISON
 from tests.chaos.system import LONG, PATIENCE_S, SHORT, Reading, System, numbered
 from tests.support.ledger.store_pool import PATIENT
@@ -113,7 +113,7 @@ async def test_requests_in_line_outlive_a_redis_that_forgets_its_newest_writes(
     await system.learn(*waiting)
     # Eight on the seats, four in line, and these come when Redis forgets what it is told
     readings = await system.read_running([numbered(LONG, number) for number in range(8)])
-    async with aclosing(connect(system.fleet.redis_process.url(), PATIENT)) as redis:
+    async with aclosing(connect_node(system.fleet.redis_process.url(), PATIENT)) as redis:
         await redis.eval(REMEMBER, 0, KEYS, KEPT)
         queued = [system.read(sample, want_queue_events=True) for sample in waiting]
         for reading in queued:

@@ -19,8 +19,8 @@ PAGES = (
     *sorted((REPOSITORY / "docs").rglob("*.md")),
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "bench/workloads/README.md")),
 )
-# Names of other systems stand in the first column of this page's tables.
-FOREIGN_FIRST_COLUMN = "migration.md"
+# Names of other systems stand in the first column of these pages' tables.
+FOREIGN_FIRST_COLUMN = frozenset({"migration.md", "engines.md"})
 SHELL = frozenset({"", "console", "sh", "bash", "shell"})
 ENDS_A_COMMAND = frozenset({"|", "||", "&&", "&", ";", ">", ">>", "2>", "2>&1", "<"})
 ASSIGNMENT = re.compile(r"[A-Z_]+=.*", re.DOTALL)
@@ -44,7 +44,7 @@ def code_spans(path: Path) -> Iterator[str]:
             column = 0
         if token.type in ("td_open", "th_open"):
             column += 1
-        if path.name == FOREIGN_FIRST_COLUMN and column == 1:
+        if path.name in FOREIGN_FIRST_COLUMN and column == 1:
             continue
         if token.type == "table_close":
             column = 0

@@ -22,6 +22,8 @@ from tools.reference.settings_page import settings_classes
 
 # Flags whose value is flags of these commands.
 PASSED_ON = {"--executor-args": "executor", "--router-args": "router", "--gateway-args": "gateway"}
+# Flags whose value is flags of another program.
+PASSED_ELSEWHERE = frozenset({"--engine-args"})
 # Targets of make that run a command and pass ARGS on.
 TARGETS_OF_COMMANDS = {"up": "up", "demo": "demo", "bench": "bench"}
 EVERYWHERE = frozenset({"--help", "--version"})
@@ -72,6 +74,8 @@ def wrong_flags(command: str, words: list[str]) -> Iterator[str]:
         flag = word.partition("=")[0]
         if flag.startswith("--") and flag not in flags_of()[command] and not PLACEHOLDER.search(flag):
             yield f"inflight {command} {flag}"
+        if flag in PASSED_ELSEWHERE and "=" not in word:
+            next(rest, "")
         if flag in PASSED_ON:
             yield from wrong_flags(PASSED_ON[flag], shlex.split(next(rest, "")))
 

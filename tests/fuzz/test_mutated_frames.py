@@ -28,11 +28,11 @@ from inflight.router.executors.step_feed import StepFeed
 from inflight.router.ledger.codec import report_args
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import Adopted, Demand, Snapshot
-from inflight.router.lifecycle.events import RequestState
+from inflight.router.lifecycle.events import LifecycleState
 from inflight.router.request.executor_context import FrameError
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.capacity import described_model, executor_capacities
-from inflight.router.stats.visibility import seen_sequence
+from inflight.router.stats.source import seen_sequence
 from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
@@ -227,7 +227,7 @@ class Target:
         if self._stream is not None:
             self._pool.dispatcher.release(self._stream)
             await settled()
-            assert self._stream.life.state in (RequestState.ENDED, RequestState.LEFT), self._stream.life.state
+            assert self._stream.life.state in (LifecycleState.ENDED, LifecycleState.LEFT), self._stream.life.state
             self._stream = None
         assert not self._pool.dispatcher.streams
         self._link.is_up = True

@@ -47,7 +47,7 @@ async def serving(base: Path, adapters: Path | None) -> AsyncIterator[tuple[Part
     )
     async with (
         run_real_executor(settings) as (parts, address),
-        router_stream(address, generation=parts.service.description.generation) as router,
+        router_stream(address, generation=parts.serving.service.description.generation) as router,
     ):
         yield parts, router
 
@@ -77,7 +77,7 @@ async def test_adapters_and_base_in_one_batch_answer_as_alone(base: Path, tmp_pa
     for seed, name in enumerate(("a", "b", "c")):
         save_adapter(tmp_path / name, seed, rank=4 + seed)
     async with serving(base, tmp_path) as (parts, router):
-        assert parts.service.description.num_adapter_slots == NUM_SLOTS
+        assert parts.serving.service.description.num_adapter_slots == NUM_SLOTS
         known = {"": "", **hashes(router)}
         assert list(known) == ["", "a", "b", "c"]
         alone = {name: (await outputs(router, submit_with(f"1{name}", known[name])))[0] for name in known}
@@ -90,7 +90,7 @@ async def test_adapters_and_base_in_one_batch_answer_as_alone(base: Path, tmp_pa
         await router.until(lambda: {one.name for one in router.reports[-1].adapters if one.resident} == {"a", "c"})
         samples = {
             (sample.name, sample.labels.get("adapter")): sample.value
-            for metric in executor_metrics(parts.service).collect()
+            for metric in executor_metrics(parts.serving.service).collect()
             for sample in metric.samples
         }
         assert (samples["inflight_adapter_slots", None], samples["inflight_adapter_slots_used", None]) == (NUM_SLOTS, 2)
@@ -106,16 +106,16 @@ async def test_replaced_files_serve_no_old_kv(base: Path, tmp_path: Path) -> Non
         (old,) = await outputs(router, submit_with("old", old_hash))
         # The same prompt again takes the blocks of the adapter, and of no other
         assert await outputs(router, submit_with("again", old_hash)) == [old]
-        assert parts.service.status is not None
-        num_hits = parts.service.status.kv.hit_tokens
+        assert parts.serving.service.status is not None
+        num_hits = parts.serving.service.status.kv.hit_tokens
         assert num_hits > 0
         (plain,) = await outputs(router, submit_with("plain"))
         save_adapter(tmp_path / "a", seed=2)
-        assert parts.service.adapters is not None
-        parts.service.adapters.look()
+        assert parts.serving.service.adapters is not None
+        parts.serving.service.adapters.look()
         await router.until(lambda: hashes(router)["a"] != old_hash)
         (new,) = await outputs(router, submit_with("new", hashes(router)["a"]))
-        assert parts.service.status.kv.hit_tokens == num_hits
+        assert parts.serving.service.status.kv.hit_tokens == num_hits
         assert len({tuple(old), tuple(plain), tuple(new)}) == 3
     async with serving(base, tmp_path) as (_, router):
         assert await outputs(router, submit_with("fresh", hashes(router)["a"])) == [new]
@@ -144,7 +144,7 @@ async def test_unknown_adapter_is_rejected_and_one_that_is_gone_is_handed_back(b
 
 async def test_executor_without_adapters_rejects_them(base: Path) -> None:
     async with serving(base, None) as (parts, router):
-        assert parts.service.description.num_adapter_slots == 0
+        assert parts.serving.service.description.num_adapter_slots == 0
         router.send(submits=[submit_with("a", "0" * 64)])
         await router.until(lambda: router.rejected)
         assert router.rejected[0].detail == "adapter_hash: this executor serves no adapters"

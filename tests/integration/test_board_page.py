@@ -25,7 +25,7 @@ from inflight.router.auth.authenticator import Authentication
 from inflight.router.auth.caller import AnonymousAuthenticator, Authenticator
 from inflight.router.dashboard.feed import Feeds
 from inflight.router.dashboard.history import MODEL_FIELDS, ModelSample, row_of
-from inflight.router.dashboard.routes import board_routes
+from inflight.router.dashboard.routes import dashboard_routes
 from inflight.router.dashboard.watching import Watching
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2, types_pb2
@@ -75,7 +75,7 @@ async def serve(
 ) -> Served:
     source = ScriptedStatistics(*messages)
     feeds = Feeds(source)
-    http = HttpPort(Starlette(routes=board_routes(feeds, authenticator or AnonymousAuthenticator(), watching)))
+    http = HttpPort(Starlette(routes=dashboard_routes(feeds, authenticator or AnonymousAuthenticator(), watching)))
     return Served(source, feeds, http, await http.start(listen))
 
 

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from inflight.executor.logits.grammar import CompiledGrammar, GrammarCompiler, GrammarError
+from inflight.common.grammar import GrammarError
+from inflight.executor.logits.grammar import CompiledGrammar, GrammarCompiler
 from inflight.executor.scheduler.sequence import Constraint
 from inflight.executor.serving import service
 from inflight.v1 import executor_pb2, stats_pb2, types_pb2

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from inflight.common.rpc.wire_counts import WireCounts
 from inflight.router.api.tokenizing import MAX_CONTEXTS
-from inflight.router.api.validation import MAX_DETOKENIZED_IDS
+from inflight.router.request.validation import MAX_DETOKENIZED_IDS
 from inflight.router.settings import RouterSettings
 from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import inference_pb2

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from inflight.local.certificates import make_certificates
-from inflight.router.lifecycle.events import RequestState
+from inflight.router.lifecycle.events import LifecycleState
 from inflight.router.settings import RouterSettings
 from tests.fuzz.served import until_empty
 from tests.integration.test_authorization import api_key, locked_cluster
@@ -378,7 +378,7 @@ async def test_a_full_queue_is_429_with_when_to_try_again(redis_url: str, pool: 
         url = f"{gateway.url}/v1/completions"
         async with events_of(url, held_body(pool)), gateway.openai() as client:
             # The ledger places nothing on an executor whose reports are late
-            await until(lambda: [one.life.state for one in dispatcher_of(cluster).streams] == [RequestState.PLACED])
+            await until(lambda: [one.life.state for one in dispatcher_of(cluster).streams] == [LifecycleState.PLACED])
             async with events_of(url, held_body(pool)):
                 with pytest.raises(openai.RateLimitError) as full:
                     await client.completions.create(model=pool, prompt=[1, 2], max_tokens=40)

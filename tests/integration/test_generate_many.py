@@ -15,8 +15,8 @@ from google.protobuf import duration_pb2
 from google.rpc import status_pb2
 
 from inflight.router.api import generate_many
+from inflight.router.api.generate_many import StreamWriter
 from inflight.router.settings import RouterSettings
-from inflight.router.stream.outbox import StreamWriter
 from inflight.v1 import inference_pb2, types_pb2
 from tests.fuzz.served import check_unharmed, until_empty
 from tests.integration.test_hostile_clients import dispatcher_of, inference_stub, until

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.lifecycle.events import RequestState
+from inflight.router.lifecycle.events import LifecycleState
 from inflight.router.settings import RouterSettings
 from inflight.router.stream.relay import TimedWriter
 from inflight.v1 import inference_pb2, inference_pb2_grpc
@@ -126,7 +126,7 @@ def is_settled(cluster: Cluster, ended: list[asyncio.Task[tuple[str, str]]]) -> 
     make up for each other: so each stream is asked for its state, at the instant at which both are counted.
     """
     streams = list(dispatcher_of(cluster).streams)
-    settled = (RequestState.WAITING, RequestState.PLACED)
+    settled = (LifecycleState.WAITING, LifecycleState.PLACED)
     return all(stream.life.state in settled for stream in streams) and len(streams) == sum(
         not one.done() for one in ended
     )

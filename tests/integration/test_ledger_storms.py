@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from inflight.common.errors import RequestError
 from inflight.router.dispatch import dispatcher as dispatching
 from inflight.router.dispatch.dispatcher import Dispatcher
-from inflight.router.ledger.connection import close, connect
+from inflight.router.ledger.connection import close, connect_node, connect_reader
 from inflight.router.ledger.keys import PoolKeys
 from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.settings import LedgerSettings
@@ -97,21 +97,23 @@ async def storm(redis_url: str, admin: Redis, pool: str, settings: LedgerSetting
     """The dispatcher runs. It waits 0 s for an executor that the ledger does not know. The ledger's clock stands still,
     so however slow the machine is, no lease lapses by time."""
     await admin.set(clock_of(pool), START_MS)
-    redis, stores, calls = connect(redis_url, settings), list[RedisLedger](), list[LedgerCall]()
+    redis, stores, calls = connect_node(redis_url, settings), list[RedisLedger](), list[LedgerCall]()
 
     def open_ledger(on_event: Callable[[LedgerEvent], None]) -> RedisLedger:
         def counting(event: LedgerEvent) -> None:
             here.num_lapses += isinstance(event, LeaseLapsed) and event.is_certain
             on_event(event)
 
-        stores.append(RedisLedger(redis, pool, "a", settings, counting, steered_scripts(), on_call=calls.append))
+        reader = connect_reader(redis_url, settings)
+        scripts = steered_scripts()
+        stores.append(RedisLedger(redis, pool, "a", settings, counting, scripts, on_call=calls.append, reader=reader))
         return stores[0]
 
     def ignore(event: LedgerEvent) -> None:
         pass
 
     dispatcher = Dispatcher(open_ledger, 3, no_executor_grace_s=0.0)
-    other_redis = connect(redis_url, SETTINGS)
+    other_redis = connect_node(redis_url, SETTINGS)
     other = RedisLedger(other_redis, pool, "b", SETTINGS, ignore, steered_scripts())
     here = Storm(redis, dispatcher, stores[0], other)
     await here.take_the_seat()
@@ -132,7 +134,7 @@ async def storm(redis_url: str, admin: Redis, pool: str, settings: LedgerSetting
 @pytest.fixture
 async def admin(redis_admin_url: str) -> AsyncIterator[Redis]:
     """The test's own connection."""
-    redis = connect(redis_admin_url, SETTINGS)
+    redis = connect_node(redis_admin_url, SETTINGS)
     yield redis
     await close(redis)
 

@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from inflight.executor.scheduler.scheduler import Batching
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
 from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.v1 import inference_pb2
 from tests.integration.test_requests import DEFAULT_SALT, collect, expected_ids, ids_of, random_requests, rest
@@ -26,7 +26,7 @@ async def watch_ledger(
     What standby may promise shrinks with the rate of ends, and what sharing saves when sequences end; promises made
     before that stand. Sequences that share have at least one block of their own.
     """
-    redis = connect(redis_url, PATIENT)
+    redis = connect_node(redis_url, PATIENT)
     store = RedisLedger(redis, pool, "watcher", PATIENT, lambda event: None)
     try:
         while True:

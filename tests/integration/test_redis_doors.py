@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 
 from inflight.common.errors import RequestError
 from inflight.router.config.tenants import Variant, choose_variant
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect, connect_reader
 from inflight.router.ledger.keys import PoolKeys
 from inflight.router.ledger.ledgers import Ledgers
 from inflight.router.ledger.redis_ledger import RedisLedger
@@ -56,8 +56,8 @@ async def two_routers(url: str, pool: str) -> AsyncIterator[tuple[RedisLedger, R
     clients = [connect(url, SETTINGS) for _ in range(2)]
     told: list[LedgerEvent] = []
     stores = [
-        RedisLedger(clients[0], pool, "a", SETTINGS, lambda event: None),
-        RedisLedger(clients[1], pool, "b", SETTINGS, told.append),
+        RedisLedger(clients[0], pool, "a", SETTINGS, lambda event: None, reader=connect_reader(url, SETTINGS)),
+        RedisLedger(clients[1], pool, "b", SETTINGS, told.append, reader=connect_reader(url, SETTINGS)),
     ]
     async with asyncio.timeout(120):
         running = [asyncio.create_task(store.run()) for store in stores]
@@ -80,6 +80,16 @@ async def take_turns(a: RedisLedger, b: RedisLedger, told: list[LedgerEvent], na
         await asyncio.sleep(0.01)
     await b.settle([Attempt(f"{name}-2", next(one.attempt for one in told if isinstance(one, Placement)))])
     told.clear()
+
+
+async def test_routers_share_the_secret_that_one_of_them_puts_into_a_cluster(tmp_path: Path) -> None:
+    with cluster_servers(tmp_path) as (_, url):
+        first, second = Ledgers(url, "a", SETTINGS), Ledgers(url, "b", SETTINGS)
+        assert await first.missing_commands() == []
+        secret = await first.learn_secret(None)
+        assert await second.learn_secret(None) == secret
+        await first.aclose()
+        await second.aclose()
 
 
 async def until_answered(store: RedisLedger) -> None:

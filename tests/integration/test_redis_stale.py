@@ -13,7 +13,7 @@ import pytest
 
 from inflight.bench.simulation.store_link import REMEMBER, RESTORE
 from inflight.local.redis_server import PrivateRedis
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
 from inflight.router.ledger.keys import PoolKeys
 from tests.fuzz.served import check_unharmed
 from tests.integration.test_requests import expected_ids, ids_of, rest
@@ -66,7 +66,7 @@ async def stale_cluster(folder: Path, pool: str, executors: int = 1) -> AsyncIte
     with PrivateRedis.start(folder / "redis.log", unix_socket=folder / "redis.sock") as server:
         shape = ExecutorShape(max_num_sequences=1)
         async with (
-            aclosing(connect(server.admin_url, PATIENT)) as redis,
+            aclosing(connect_node(server.admin_url, PATIENT)) as redis,
             run_cluster(server.url, pool, executors=executors, routers=2, shape=shape) as cluster,
         ):
             for executor in cluster.executors:

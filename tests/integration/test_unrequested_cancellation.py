@@ -17,7 +17,7 @@ from tests.support.stack.cluster import run_cluster
 async def test_stream_goes_on_whose_placement_ends_before_the_ledger_has_it_back(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(dispatch, "STORE_RETRY_S", 0.05)
+    monkeypatch.setattr(dispatch, "LEDGER_RETRY_S", 0.05)
     async with run_cluster(redis_url, pool, routers=2) as cluster:
         client, call = await begun(cluster, 3, **fields)
         (one,) = cluster.routers[0].pools.by_name.values()

@@ -30,7 +30,9 @@ from triton.runtime.jit import JITFunction
 import inflight.executor.attention.triton
 from inflight.executor.attention.backend import KvShape, Scoring
 from inflight.executor.attention.triton import TritonAttention
-from inflight.executor.checkpoint.decoder_weights import DecoderShape, Rope
+from inflight.executor.checkpoint.decoder_weights import DecoderShape, Rope, Routing
+from inflight.executor.experts.layer import ExpertLayer
+from inflight.executor.experts.products import DenseProduct
 from inflight.executor.gpu.adapters import AdapterSlots, Product
 from inflight.executor.gpu.idle import idle_processed_sampling
 from inflight.executor.gpu.layers import (
@@ -89,7 +91,17 @@ def shape_of(num_heads: int, num_kv_heads: int, head_dim: int, intermediate_size
     return DecoderShape(*sizes, 1e-5, 0.1, (None,), ropes, (0,))
 
 
+def experts_of(num_experts: int, num_chosen: int, hidden_size: int, size: int, routing: Routing) -> DecoderShape:
+    """One layer with experts, of which a token uses some."""
+    shape = shape_of(hidden_size // 128, 4, 128, size)
+    return replace(shape, num_experts=num_experts, num_experts_per_token=num_chosen, routing=routing)
+
+
 LLAMA_8B_SHAPE, SMOLLM2_SHAPE = shape_of(32, 8, 128, 14336), shape_of(9, 3, 64, 1536)
+
+QWEN3_30B_SHAPE = replace(experts_of(128, 8, 2048, 768, Routing()), normalizes_experts=True)
+# DeepSeek-V3's router with the sizes of GLM-4.5-Air, and with groups.
+GROUPED_SHAPE = experts_of(128, 8, 4096, 1408, Routing(has_sigmoid=True, num_groups=8, num_chosen_groups=4))
 
 # Conversions to and from e4m3 exist since sm_89.
 FP8_VARIANT, MIN_FP8_CAPABILITY = replace(LLAMA_8B, kv_dtype=torch.float8_e4m3fn), 89
@@ -145,6 +157,7 @@ def main(capability: int, *, is_digest: bool, is_sample: bool) -> None:
         gated_fp8(empty(8, 2 * 14336, dtype=torch.bfloat16))
         launch_scaled()
     launch_layers()
+    launch_experts()
     for shape in (LLAMA_8B_SHAPE, SMOLLM2_SHAPE):
         launch_adapters(shape)
     if is_digest:
@@ -251,6 +264,27 @@ def launch_layers() -> None:
     buffers = StepBuffers(META, layout, 40, 512)
     buffers.resolve(layout)
     buffers.follow(0, 3)
+
+
+def launch_experts() -> None:
+    """Layers of experts with pairs that are tiles of their own, and with tiles of 16, 64 and 128 rows; a shared expert
+    with a gate; and a rotary embedding of half a head."""
+    for shape, has_correction, num_gates in ((QWEN3_30B_SHAPE, False, 1), (GROUPED_SHAPE, True, 0)):
+        hidden_size, size, count = shape.hidden_size, shape.intermediate_size, shape.num_experts
+        layer = ExpertLayer(
+            shape,
+            empty(count + num_gates, hidden_size, dtype=torch.bfloat16),
+            empty(count, dtype=torch.float32) if has_correction else None,
+            DenseProduct(empty(count, 2 * size, hidden_size, dtype=torch.bfloat16), has_gate=True),
+            DenseProduct(empty(count, hidden_size, size, dtype=torch.bfloat16)),
+        )
+        for num_rows in (4, 32, 512, 4096):
+            hidden = empty(num_rows, hidden_size, dtype=torch.bfloat16)
+            layer.compute(hidden, hidden, lambda part: part)
+    kv = TritonAttention().allocate(KvShape(8, 128), 100, BLOCK_SIZE, torch.bfloat16, META)
+    words, norm = empty(8, dtype=torch.int64), empty(128, dtype=torch.bfloat16)
+    qkv, table = empty(8, 48 * 128, dtype=torch.bfloat16), empty(8192, 64, dtype=torch.float32)
+    rope_write(qkv, (norm, norm), words, words, table, kv, 1e-5)
 
 
 def launch_adapters(shape: DecoderShape) -> None:

@@ -19,6 +19,7 @@ KERNELS = {
     *("attend_kernel", "combine_kernel", "write_kernel", "rope_write_kernel", "residual_norm_kernel", "gated_kernel"),
     *("restrict_kernel", "draw_kernel", "choose_kernel", "resolve_kernel", "follow_tables_kernel"),
     *("shrink_kernel", "expand_kernel"),
+    *("score_experts_kernel", "choose_experts_kernel", "order_pairs_kernel", "grouped_kernel", "add_experts_kernel"),
     *("copy_kernel", "change_kernel", "name_excluded_kernel"),
 }
 # The sample is compiled for it: an H100.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import MixtralConfig, Phi3Config
+from transformers import Ernie4_5_MoeConfig, Glm4Config
 from triton.runtime.interpreter import GridExecutor
 
 from inflight.common.model_source import resolve_model
@@ -35,9 +35,10 @@ from tests.support.checkpoints.tiny_models import save_model, sizes
 
 # Three decodes are in a step of four.
 SEATS = replace(LIMITS, max_num_sequences=4)
+EXPERTS = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 96, "moe_layer_start_index": 0}
 CONFIGS = {
-    "experts": MixtralConfig(**sizes(num_local_experts=4, num_experts_per_tok=2)),
-    "partial-rotary": Phi3Config(**sizes(num_hidden_layers=1, partial_rotary_factor=0.5)),
+    "experts": Ernie4_5_MoeConfig(**sizes(**EXPERTS)),
+    "rotary-of-neighbours": Glm4Config(**sizes(num_hidden_layers=1)),
 }
 
 
@@ -90,7 +91,7 @@ class Counted(TorchDispatchMode):
 
 def test_launches_of_a_step_do_not_grow_with_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given rows that draw from few tokens, for which torch needs hundreds of operations a row
-    config = MixtralConfig(**sizes(num_hidden_layers=1, num_local_experts=2, num_experts_per_tok=2))
+    config = Ernie4_5_MoeConfig(**sizes(num_hidden_layers=1, **EXPERTS | {"moe_num_experts": 2}))
     runner = runner_of(load(save_model(config, tmp_path / "one-layer"), "triton"))
     scheduler = Scheduler(SEATS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
     launches = []
@@ -110,7 +111,7 @@ def test_launches_of_a_step_do_not_grow_with_its_rows(tmp_path: Path, monkeypatc
     # Then one more row is one more row of each launch
     assert len(set(launches)) == 1, launches
     num_operations, num_kernels = launches[0]
-    assert num_operations <= 70
+    assert num_operations <= 80
     assert num_kernels <= 7
 
 

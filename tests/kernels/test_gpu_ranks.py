@@ -20,7 +20,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, LlamaConfig, Olmo2Config, PretrainedConfig, Qwen3Config
+from transformers import Gemma2Config, LlamaConfig, Olmo2Config, PretrainedConfig, Qwen2MoeConfig, Qwen3Config
 
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.checkpoint.shards import WHOLE, Shard
@@ -48,11 +48,18 @@ TIMEOUT_S = 300.0
 # Each launch takes the interpreter long.
 LIMITS = replace(LIMITS_OF_ONE, max_num_sequences=1, context_length=16)
 GEMMA = {"sliding_window": 8, "query_pre_attn_scalar": 24, "final_logit_softcapping": 3.0}
-# The ranks of the last one have unequal parts of every matrix, and some have none.
+# The ranks of `4-of-2` have unequal parts of every matrix, and some have none. So it is with those of an expert.
 FAMILY: dict[str, tuple[PretrainedConfig, int]] = {
     "llama-bias-tied": (LlamaConfig(**sizes(num_hidden_layers=1, attention_bias=True, tie_word_embeddings=True)), 2),
     "gemma2": (Gemma2Config(**sizes(num_hidden_layers=1, **GEMMA, attn_logit_softcapping=2.0)), 2),
     "qwen3-4-of-2-kv-heads": (Qwen3Config(**sizes(num_hidden_layers=1)), 4),
+    "qwen2-moe": (
+        Qwen2MoeConfig(
+            **sizes(num_experts=4, moe_intermediate_size=20, shared_expert_intermediate_size=36, mlp_only_layers=[0]),
+            num_experts_per_tok=2,
+        ),
+        2,
+    ),
 }
 
 

@@ -345,7 +345,7 @@ SAMPLING = (
     ),
     Mutation(
         "the bad words of a request come on top of the model's",
-        "router/request/sampling.py",
+        "router/request/submit.py",
         '("bad_words", "bad_word_ids"))',
         '("bad_words",), ("bad_word_ids",))',
         ("tests/unit/test_validation.py",),

@@ -60,7 +60,7 @@ class LossyRedis:
     loses: float = 0.0
     crashes: float = 0.0
 
-    async def execute_command(self, *args: Any) -> Any:
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
         """Sends one command; what happens before and behind it is chance."""
         fate = self.rng.random()
         if fate < self.loses / 4:

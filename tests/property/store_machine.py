@@ -19,7 +19,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
 from inflight.router.ledger.keys import PoolKeys
 from inflight.router.ledger.mailbox import Mailbox
 from inflight.router.ledger.redis_ledger import RedisLedger
@@ -64,7 +64,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self, url: str, admin_url: str) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
-        self.redis, self.routers_redis = connect(admin_url, PATIENT), connect(url, PATIENT)
+        self.redis, self.routers_redis = connect_node(admin_url, PATIENT), connect_node(url, PATIENT)
         self.keys = PoolKeys(f"model-{next(pool_numbers)}")
         self.told: dict[str, list[LedgerEvent]] = {name: [] for name in ROUTERS}
         self.demands: dict[str, Demand] = {}

@@ -7,9 +7,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from inflight.router.ledger.connection import CommandClient
+from inflight.router.ledger.functions import Library, ScriptCalls, compose_library, shared_source
 from inflight.router.ledger.keys import NUM_CLASSES, POOL_KEYS, PoolKeys
-from inflight.router.ledger.lua import Library, ScriptCaller, compose_library, shared_source
-from inflight.router.ledger.script_calls import ScriptCalls
 from tests.support.ledger.store_pool import STEERED_CLOCK
 
 # JSON has no infinity, and cjson writes 14 digits: what is not a small whole number comes as text behind "~".
@@ -90,13 +90,13 @@ class Records:
         ]
 
 
-async def read_records(redis: ScriptCaller, keys: PoolKeys) -> Records:
+async def read_records(redis: CommandClient, keys: PoolKeys) -> Records:
     """What is there now."""
     text: Any = await ScriptCalls(redis, _test_scripts()).run("read", keys.for_script(()), POOL_KEYS)
     return Records(json.loads(text, object_hook=_with_numbers))
 
 
-async def write_histogram(redis: ScriptCaller, keys: PoolKeys, field: str, histogram: dict[str, Any]) -> None:
+async def write_histogram(redis: CommandClient, keys: PoolKeys, field: str, histogram: dict[str, Any]) -> None:
     """Puts a histogram of output lengths there."""
     args = ("test", field, json.dumps(histogram))
     await ScriptCalls(redis, _test_scripts()).run("write_histogram", keys.for_script(()), args)

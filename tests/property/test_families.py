@@ -20,13 +20,17 @@ from transformers import (
     Gemma2Config,
     Glm4Config,
     GraniteConfig,
+    GraniteMoeConfig,
     HunYuanDenseV1Config,
+    MiniMaxM2Config,
     Ministral3Config,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
+    Qwen2MoeConfig,
     Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
@@ -94,6 +98,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "mixtral": MixtralConfig(**sizes(num_local_experts=4, num_experts_per_tok=2)),
     "qwen3-moe": Qwen3MoeConfig(
         **sizes(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=False)
+    ),
+    "olmoe": OlmoeConfig(**sizes(num_experts=6, num_experts_per_tok=3)),
+    "granite-moe": GraniteMoeConfig(
+        **sizes(num_local_experts=6, num_experts_per_tok=2, residual_multiplier=0.5, logits_scaling=4.0)
     ),
 }
 FORMS: dict[str, dict[str, Any]] = {
@@ -199,7 +207,8 @@ def test_greedy_ids_are_those_of_the_largest_logits(model: PagedModel) -> None:
 def test_every_family_is_tested() -> None:
     tested = {type(AutoModelForCausalLM.from_config(config)).__name__ for config in CONFIGS.values()}
     elsewhere = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-    assert tested | elsewhere == FAMILIES.keys()
+    on_gpus = {"Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "Qwen2MoeForCausalLM"}
+    assert tested | elsewhere | on_gpus == FAMILIES.keys()
 
 
 def longrope(**changes: Any) -> PretrainedConfig:
@@ -276,13 +285,34 @@ def test_other_activations_are_named_and_left_to_transformers(tmp_path: Path, ca
     assert "using the forward pass of transformers, because its activation is gelu" in caplog.text
 
 
-def test_layers_without_experts_beside_those_with_experts_are_left_to_transformers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+EXPERTS = {"num_hidden_layers": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            Qwen3MoeConfig(**sizes(num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0])),
+            "some of its layers have experts and others have not",
+        ),
+        (
+            Qwen2MoeConfig(**sizes(**EXPERTS, num_experts=4, shared_expert_intermediate_size=32)),
+            "it has a shared expert",
+        ),
+        (MiniMaxM2Config(**sizes(**EXPERTS, num_local_experts=4)), "its router is not a softmax alone"),
+        (
+            OlmoeConfig(**sizes(**EXPERTS, num_experts=4, clip_qkv=8.0)),
+            "its queries, keys and values are clipped",
+        ),
+    ],
+    ids=["dense-layer", "shared-expert", "sigmoid", "clipped"],
+)
+def test_other_layers_with_experts_are_left_to_transformers(
+    config: PretrainedConfig, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Qwen3MoeConfig(**sizes(num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0]))
     with caplog.at_level("INFO"):
-        assert not isinstance(load(save_model(config, tmp_path / "mixed"), "float32").forward, NativeForward)
-    assert "because some of its layers have experts and others have not" in caplog.text
+        assert not isinstance(load(save_model(config, tmp_path / "other"), "float32").forward, NativeForward)
+    assert f"because {reason}" in caplog.text
 
 
 @pytest.mark.parametrize("length", [64, 65])

@@ -44,7 +44,7 @@ class Stage:
         self.ids = ids
         self._needs_task = needs_task
         model = text_model(text_models.smollm2)
-        reading = Delivery(
+        delivery = Delivery(
             accepted=inference_pb2.Accepted(request_id="r", prompt_tokens=1, max_tokens=100),
             new_text=lambda: OutputText(
                 model.detokenizer(), stops=stops, include_stop=include_stop, min_tokens=min_tokens
@@ -58,7 +58,7 @@ class Stage:
             new_parser=None if answer is None else functools.partial(AnswerParser, answer),
             call_id="call{}".format,
         )
-        self.stream = RequestStream(Demand("r", 2, 1), executor_pb2.Submit(), 0.0, reading=reading)
+        self.stream = RequestStream(Demand("r", 2, 1), executor_pb2.Submit(), 0.0, delivery=delivery)
         self.stream.accept()
 
     async def read(

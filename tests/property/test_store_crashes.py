@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from inflight.bench.simulation.store_link import REMEMBER, RESTORE
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
 from inflight.router.ledger.keys import PoolKeys
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import Demand, TenantLimits
@@ -202,7 +202,7 @@ def test_ledger_survives_any_schedule_of_crashes(redis_url: str, seed: int, max_
 
 
 async def _run_storm(redis_url: str, rng: random.Random, store_settings: LedgerSettings) -> None:
-    redis = connect(redis_url, PATIENT)
+    redis = connect_node(redis_url, PATIENT)
     try:
         storm = Storm(redis, rng, PoolKeys(f"storm-{next(pool_numbers)}"), store_settings)
         await storm.wait(0)

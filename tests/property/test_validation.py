@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from inflight.common.errors import Reason, RequestError
 from inflight.router.api.prepare import deadlines_s
-from inflight.router.api.validation import fit_tokens, validate_generate
-from inflight.router.request.sampling import resolve_sampling, sampling_violations
-from inflight.router.request.submit import ModelLimits, new_submit, router_context
+from inflight.router.request.submit import ModelLimits, new_submit, resolve_sampling, router_context
+from inflight.router.request.validation import fit_tokens, sampling_violations, validate_generate
 from inflight.v1 import inference_pb2, types_pb2
 from tests.support.examples import examples
 

@@ -18,7 +18,7 @@ from transformers import Gemma2Config, LlamaConfig, MixtralConfig, PretrainedCon
 
 from inflight.common.guard import guarded
 from inflight.common.model_source import ModelError
-from inflight.executor.adapters.peft_files import AdapterError
+from inflight.executor.adapters.errors import AdapterError
 from inflight.executor.adapters.store import AdapterStore
 from inflight.executor.loader import Loaded, load_executor
 from inflight.executor.model.runner import ModelRunner

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from inflight.executor.adapters.errors import AdapterError
 from inflight.executor.adapters.folder import AdapterFolder
 from inflight.executor.adapters.peft_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    AdapterError,
     AdapterFiles,
     parse,
     read_files,

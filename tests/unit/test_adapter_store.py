@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from inflight.executor.adapters.errors import AdapterGoneError, NoSlotError, UnknownAdapterError
 from inflight.executor.adapters.folder import AdapterFolder, KnownAdapter
 from inflight.executor.adapters.peft_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     AdapterFiles,
-    AdapterGoneError,
     read_files,
 )
-from inflight.executor.adapters.store import AdapterStore, NoSlotError, UnknownAdapterError
+from inflight.executor.adapters.store import AdapterStore
 from inflight.executor.adapters.weights import AdapterWeights
 from inflight.executor.scheduler.sequence import Sequence
 from tests.support.checkpoints.adapter_files import LIMITS, save_adapter

@@ -11,7 +11,7 @@ from inflight.catalogue import decode_models
 from inflight.common.errors import Reason, RequestError
 from inflight.gateway.answers import model_objects
 from inflight.router.config.tenants import parse_tenants
-from inflight.router.dispatch.adapters import Adapter, adapters_of
+from inflight.router.dispatch.pools import Adapter, adapters_of
 from inflight.router.executors.frame_checks import check_report
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.ledger.types import (
@@ -26,7 +26,8 @@ from inflight.router.ledger.types import (
     ServedAdapter,
 )
 from inflight.router.request.executor_context import FrameError, context_of
-from inflight.router.request.ids import keyed_request_id, ledger_id, prefix_hashes
+from inflight.router.request.ids import ledger_id, prefix_hashes
+from inflight.router.request.submit import keyed_request_id
 from inflight.v1 import executor_pb2, inference_pb2
 from tests.support.ledger.scripted_store import CallContext, ScriptedRouter, place, settled
 from tests.support.stack.cluster import token_request

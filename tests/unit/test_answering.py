@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from inflight.router.api.answering import (
+from inflight.router.api.prepare import (
     answer_constraint_of,
     answer_format_of,
     constraint_source,

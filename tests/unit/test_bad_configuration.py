@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from inflight.common.errors import Reason
 from inflight.router.ledger.codec import Argument, settle_args, submit_args
-from inflight.router.ledger.script_calls import ScriptCalls
+from inflight.router.ledger.functions import ScriptCalls
 from inflight.router.ledger.types import (
     NO_LIMITS,
     Attempt,

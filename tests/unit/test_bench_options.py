@@ -8,6 +8,7 @@ import pytest
 
 from inflight.bench.comparison.options import parse_options
 from inflight.bench.comparison.stacks import engine_driver, peer_driver, stack_options, usable_cores
+from inflight.bench.targets.model import LocalModel
 from inflight.bench.workloads.generate import build_workload
 
 
@@ -36,7 +37,7 @@ def test_lists_are_split_at_commas() -> None:
         (["--rounds", "0"], "argument --rounds: '0' is not a whole number of at least 1"),
         (["--workload", "gone.json"], "argument --workload: there is no file gone.json"),
         (["--modes", "inflight,turbo"], "argument --modes: 'turbo' is not one of inflight, static, engine"),
-        (["--peer", "sglang"], "argument --peer: 'sglang' is not one of vllm, transformers"),
+        (["--peer", "sglang"], "argument --peer: 'sglang' is not one of vllm, llama, transformers"),
         (["--peer", "vllm:fast"], "argument --peer: 'fast' is not one of vllm's compiled, eager"),
         (["--rate", "2", "--concurrency", "4"], "argument --rate: an open and a closed loop exclude each other"),
         (["--turns", "2"], "argument --turns: wants --concurrency"),
@@ -116,7 +117,18 @@ def test_turns_follow_the_number_under_way() -> None:
 
 def test_peer_gets_as_many_seats_and_cores_and_room_for_the_longest_request() -> None:
     options = parse_options(["--peer", "vllm", "--seats", "4", "--workload", "long"])
-    driver = peer_driver(options, options.peers[0], Path("/models/one"))
+    model = LocalModel("one", Path("/models/one"), Path("/models/one.gguf"), vocabulary_size=1)
+    driver = peer_driver(options, options.peers[0], model)
     assert (driver.setup.seats, driver.setup.model, driver.setup.variant) == (4, "/models/one", "compiled")
     assert driver.setup.max_request_tokens == build_workload("long", vocabulary_size=1).max_request_tokens
     assert driver.environment["OMP_NUM_THREADS"] == str(len(usable_cores()))
+
+
+def test_peer_that_reads_gguf_files_gets_the_file_and_the_folder_where_there_is_none() -> None:
+    options = parse_options(["--peer", "llama"])
+    folder, file = Path("/models/one"), Path("/models/one.gguf")
+    for gguf_file, given in ((file, file), (None, folder)):
+        model = LocalModel("one", folder, gguf_file, vocabulary_size=1)
+        drivers = [peer_driver(options, peer, model) for peer in options.peers]
+        assert [driver.setup.model for driver in drivers] == [str(given)] * 2
+        assert [driver.mode for driver in drivers] == ["llama-file", "llama-q4_0"]

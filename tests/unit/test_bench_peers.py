@@ -66,6 +66,10 @@ def test_libraries_are_preloaded_as_far_as_they_are_there(tmp_path: Path) -> Non
         path.parent.mkdir(parents=True)
         path.touch()
     assert [path.name for path in preloads(environment, [libraries])] == [catalogue.TCMALLOC, "libiomp5.so"]
+    own = environment / "lib" / catalogue.TCMALLOC
+    own.touch()
+    assert preloads(environment, [libraries]) == [libraries / catalogue.TCMALLOC, environment / "lib" / "libiomp5.so"]
+    assert preloads(environment, [tmp_path / "empty"]) == [own, environment / "lib" / "libiomp5.so"]
 
 
 def test_missing_allocator_is_said_of_vllm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,28 +104,25 @@ def test_requirements_of_a_wheel_come_without_extras_and_what_is_left_out(tmp_pa
 
 
 def test_installed_version_is_left_alone_and_another_one_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     installed: list[str] = []
-    monkeypatch.setattr(install, "install_packages", lambda python: installed.append(str(python)))
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to(sys.executable)
     for versions in ("1", "1", "2"):
-        install.install(tmp_path, versions, "import sys")
+        recipe = install.Recipe("a peer", versions, "import sys", lambda python: installed.append(str(python)))
+        install.install(tmp_path, recipe)
     assert installed == [str(python)] * 2
     assert "is complete" in capsys.readouterr().out
 
 
-def test_environment_that_cannot_import_the_peer_is_not_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(install, "install_packages", lambda python: None)
+def test_environment_that_cannot_import_the_peer_is_not_complete(tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     python.symlink_to(sys.executable)
     with pytest.raises(install.InstallError, match="no_such_engine"):
-        install.install(tmp_path, "1", "import no_such_engine")
+        install.install(tmp_path, install.Recipe("a peer", "1", "import no_such_engine", lambda python: None))
     assert not (tmp_path / install.MARK).exists()
 
 
@@ -133,4 +134,6 @@ def test_failed_installation_is_reported_with_the_reason(
 
     monkeypatch.setattr(install, "install", fail)
     assert install.main() == 1
-    assert "vLLM cannot be installed here: no matching distribution" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "vLLM cannot be installed here: no matching distribution" in said
+    assert "llama.cpp cannot be installed here: no matching distribution" in said

@@ -18,9 +18,8 @@ from starlette.types import Message
 from inflight.common.errors import Reason, RequestError
 from inflight.router.auth.authenticator import Authentication
 from inflight.router.auth.caller import ANYBODY, AnonymousAuthenticator, Authenticator, Caller
-from inflight.router.dashboard.as_json import line_of
-from inflight.router.dashboard.feed import Feeds
-from inflight.router.dashboard.routes import board_routes
+from inflight.router.dashboard.feed import Feeds, line_of
+from inflight.router.dashboard.routes import dashboard_routes
 from inflight.router.dashboard.watching import Watching
 from inflight.router.settings import RouterSettings
 from inflight.router.telemetry.events import RequestFacts
@@ -100,7 +99,7 @@ async def get(app: Starlette, path: str, *more: tuple[bytes, bytes], **headers: 
 
 
 def application(feeds: Feeds, authenticator: Authenticator | None = None) -> Starlette:
-    return Starlette(routes=board_routes(feeds, authenticator or AnonymousAuthenticator()))
+    return Starlette(routes=dashboard_routes(feeds, authenticator or AnonymousAuthenticator()))
 
 
 def numbered(number: int) -> inference_pb2.GetStatsResponse:
@@ -156,7 +155,7 @@ async def test_every_part_of_the_page_is_there_and_nothing_is_fetched_from_elsew
     names = {path.name for path in folder.iterdir()}
     assert {"index.html", "board.css", "board.js"} <= names
     paths = {
-        getattr(route, "path", "") for route in board_routes(Feeds(ScriptedStatistics()), AnonymousAuthenticator())
+        getattr(route, "path", "") for route in dashboard_routes(Feeds(ScriptedStatistics()), AnonymousAuthenticator())
     }
     assert paths == {"/", "/board/stats", "/board/request"} | {f"/board/{name}" for name in names - {"index.html"}}
     for path in folder.iterdir():
@@ -335,7 +334,7 @@ async def test_timeline_of_a_request_is_for_its_tenant_and_operators(tmp_path: P
     for tenant in ("acme", "globex"):
         facts = RequestFacts(model="tiny", request_id="one", tenant=tenant)
         watching.requests.follow(facts).admitted()
-    routes = board_routes(Feeds(ScriptedStatistics()), locked(tmp_path), watching)
+    routes = dashboard_routes(Feeds(ScriptedStatistics()), locked(tmp_path), watching)
     app, key = Starlette(routes=routes), {"authorization": f"Bearer {KEY}"}
     for query, headers, status in (
         ("tenant=acme&id=one", key, 200),
@@ -355,7 +354,7 @@ async def test_first_line_has_the_history_and_later_ones_what_is_new() -> None:
     for number in range(180):
         watching.history.add(5.0 * number, 5.0, {})
     watching.events.executor_lost("executor-0", "tiny", 6)
-    app = Starlette(routes=board_routes(Feeds(source), AnonymousAuthenticator(), watching))
+    app = Starlette(routes=dashboard_routes(Feeds(source), AnonymousAuthenticator(), watching))
     async with get(app, "/board/stats") as reply:
         first = await reply.line()
         assert len(first["board"]["samples"]) == 180

@@ -20,7 +20,6 @@ from inflight.router.constraint.json_schema import (
     MAX_VIOLATIONS,
     PATTERNS_WITHIN_FORMAT,
     canonical_schema,
-    ignored_words,
 )
 from inflight.router.constraint.source import ConstraintError, ConstraintSource, canonical, source_of
 from inflight.router.constraint.worker import Compiler, readable
@@ -276,6 +275,12 @@ def test_exclusive_limits_of_draft_4_are_flags() -> None:
     assert [number for number in range(5) if accepts(grammar, str(number))] == [2, 3]
     flag_alone = schema_grammar({**draft4, "exclusiveMinimum": True})
     assert accepts(flag_alone, "-7")
+
+
+def ignored_words(schema: Any) -> list[str]:
+    ignored: set[str] = set()
+    canonical_schema(schema, ignored)
+    return sorted(ignored)
 
 
 def test_words_that_json_schema_does_not_know_are_reported() -> None:

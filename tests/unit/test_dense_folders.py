@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
+from transformers import Glm4MoeConfig, GPT2Config, LlamaConfig, MixtralConfig, Qwen2Config
 
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.formats.loading import describe_weights, load_network
@@ -153,6 +153,40 @@ def test_experts_are_not_renumbered(mixtral: Path, tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"experts.2.w1.weight is missing"):
         load(changed(mixtral, tmp_path / "model", change))
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = Glm4MoeConfig(
+        **sizes(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, first_k_dense_replace=1)
+    )
+    return save_model(config, tmp_path_factory.mktemp("glm") / "model", has_random_vectors=True)
+
+
+BLOCK = "model.layers.1.mlp"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"),
+    [
+        ("gate.weight", None, "lacks 1 weights, such as {}"),
+        ("gate.e_score_correction_bias", None, "lacks 1 weights, such as {}"),
+        ("gate.e_score_correction_bias", torch.ones(5), r"{} has the shape \[5\] instead of \[4\]"),
+        ("gate.e_score_correction_bias", torch.full((4,), torch.nan), "{} has numbers that are not finite"),
+        ("shared_experts.down_proj.weight", torch.ones(64, 16), r"{} has the shape \[64, 16\] instead of \[64, 32\]"),
+    ],
+    ids=["no-router", "no-correction", "correction-shape", "correction-nan", "shared-shape"],
+)
+def test_router_and_shared_expert_that_do_not_fit_are_refused_by_name(
+    name: str, tensor: Tensor | None, words: str, glm: Path, tmp_path: Path
+) -> None:
+    def apply(tensors: Tensors) -> None:
+        del tensors[f"{BLOCK}.{name}"]
+        if tensor is not None:
+            tensors[f"{BLOCK}.{name}"] = tensor
+
+    with pytest.raises(ModelError, match=words.format(f"{BLOCK}.{name}")):
+        load(changed(glm, tmp_path / "model", apply))
 
 
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])

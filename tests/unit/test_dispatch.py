@@ -34,7 +34,7 @@ from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from tests.support.ledger.scripted_store import (
     ScriptedRouter,
     accepts,
-    new_reading,
+    new_delivery,
     new_stream,
     place,
     placement,
@@ -146,13 +146,13 @@ async def test_preempted_sequence_goes_on_elsewhere_with_its_output() -> None:
         (submit,) = second._outbox.submits
         assert (submit.attempt, list(submit.prior_output_ids)) == (2, [3, 4])
         news = await stream.next()
-        assert (news.paused, news.end, news.error) == (True, None, None)
+        assert (news.preempted, news.end, news.error) == (True, None, None)
         # And it ends there as any other
         second.receive(accepts(2))
         second.receive(steps(2, offset=2, cached=0, end=LENGTH))
         await settled()
         news = await stream.next()
-        assert (news.token_ids, news.paused) == ([2], False)
+        assert (news.token_ids, news.preempted) == ([2], False)
         assert news.end is not None
         assert stream.num_migrations == 1
         assert store.endings == [Ending("r", 2, computed_tokens=6, output_tokens=3, by_itself=True)]
@@ -166,7 +166,7 @@ async def test_preempted_sequence_that_returns_to_its_executor_has_not_moved() -
         link.receive(steps(end=PREEMPTED))
         await settled()
         assert [submit.attempt for submit in link._outbox.submits] == [1, 2]
-        assert (stream.num_migrations, stream.is_paused) == (0, True)
+        assert (stream.num_migrations, stream.is_preempted) == (0, True)
 
 
 @pytest.mark.parametrize(("executor_id", "num_migrations"), [("e0", 0), ("e1", 1)])
@@ -195,7 +195,7 @@ async def test_used_reservation_is_extended_and_its_reader_sees_no_pause(executo
         (*_, again) = links[executor_id]._outbox.submits
         assert (again.attempt, again.reserved_blocks, again.stopping.max_tokens) == (2, 4, 26)
         assert list(again.prior_output_ids) == [3, 4]
-        assert (stream.num_migrations, stream.is_paused) == (num_migrations, False)
+        assert (stream.num_migrations, stream.is_preempted) == (num_migrations, False)
 
 
 @pytest.mark.parametrize("in_one", [True, False])
@@ -253,7 +253,7 @@ async def test_sequence_cancelled_without_a_request_to_do_so_goes_on_elsewhere()
 async def test_withdrawal_that_the_ledger_did_not_hear_is_repeated_until_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(retry_queue, "STORE_RETRY_S", 0.0)
+    monkeypatch.setattr(retry_queue, "LEDGER_RETRY_S", 0.0)
     router, stream = ScriptedRouter("m"), new_stream()
     store, dispatcher = router.stores["m"], router.pools.find("m").dispatcher
     asked: list[str] = []
@@ -441,17 +441,17 @@ async def test_pause_is_told_once_until_it_goes_on() -> None:
     async with boarding() as (_router, stream, link):
         link.receive(steps(1, cached=0, paused=True))
         link.receive(steps(paused=True))
-        assert (await stream.next()).paused
+        assert (await stream.next()).preempted
         link.receive(steps(2, offset=1))
-        assert not (await stream.next()).paused
+        assert not (await stream.next()).preempted
         link.receive(steps(paused=True))
-        assert (await stream.next()).paused
+        assert (await stream.next()).preempted
 
 
 def test_request_that_never_had_a_seat_does_not_pause() -> None:
     stream = new_stream()
     place(stream, placement())
-    stream.pause()
+    stream.preempt()
     assert not stream._changed.is_set()
 
 
@@ -497,7 +497,7 @@ def test_report_reaches_the_ledger_with_what_it_reserves_and_how_fast_it_is() ->
 
 
 async def test_client_reads_of_line_pause_and_move_in_order() -> None:
-    stream = new_stream(reading=new_reading())
+    stream = new_stream(delivery=new_delivery())
     events: list[inference_pb2.StreamEvent] = []
 
     async def write(event: inference_pb2.StreamEvent) -> None:
@@ -509,9 +509,9 @@ async def test_client_reads_of_line_pause_and_move_in_order() -> None:
     await relay._send_progress(await stream.next())
     place(stream, placement())
     stream.accept()
-    stream.start(0)
+    stream.board(0)
     stream.tokens(0, [1])
-    stream.pause()
+    stream.preempt()
     stream.move(Queued(7, None))  # it is accepted: too late
     await relay._send_progress(await stream.next())
     stream.life.handle(Unlinked(1))
@@ -533,7 +533,7 @@ async def test_client_reads_of_line_pause_and_move_in_order() -> None:
 
 @pytest.mark.parametrize("num_turns", range(5))
 async def test_relay_with_a_deadline_ends_when_cancelled_in_the_moment_that_a_token_comes(num_turns: int) -> None:
-    stream = new_stream(reading=new_reading(deadline=time.monotonic() + 1000))
+    stream = new_stream(delivery=new_delivery(deadline=time.monotonic() + 1000))
     place(stream, placement())
     running = asyncio.create_task(Relay(stream, None).run())
     await settled()

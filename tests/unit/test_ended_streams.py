@@ -6,12 +6,12 @@ from inflight.router.dispatch.dispatcher import EndedStreams
 from inflight.router.ledger.types import Demand
 from inflight.router.stream.request_stream import RequestStream
 from inflight.v1 import executor_pb2
-from tests.support.ledger.scripted_store import new_reading
+from tests.support.ledger.scripted_store import new_delivery
 
 
 def stream(request_id: str, num_tokens: int = 0, kept_s: float | None = None) -> RequestStream:
     return RequestStream(
-        Demand(request_id, 2, 1), executor_pb2.Submit(), 0.0, None, [1] * num_tokens, new_reading(kept_s=kept_s)
+        Demand(request_id, 2, 1), executor_pb2.Submit(), 0.0, None, [1] * num_tokens, new_delivery(kept_s=kept_s)
     )
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from inflight.common.errors import RequestError
 from inflight.router.api.prepare import prior_output
-from inflight.router.api.validation import fit_tokens, validate_detokenize, validate_tokenize
 from inflight.router.lifecycle.events import End
 from inflight.router.request.submit import ModelLimits
+from inflight.router.request.validation import fit_tokens, validate_detokenize, validate_tokenize
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from tests.support.text.validated import limits_of, requested, validated
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
+from inflight.common.grammar import GrammarError
 from inflight.common.model_source import load_tokenizer, resolve_model
 from inflight.executor.logits import grammar as grammar_module
 from inflight.executor.logits.grammar import (
     CompiledGrammar,
     GrammarCache,
     GrammarCompiler,
-    GrammarError,
     Guide,
     MaskFiller,
 )

@@ -27,9 +27,9 @@ from inflight.router.lifecycle.events import (
     Event,
     HandBackAnswered,
     Leave,
+    LifecycleState,
     ReaderEnded,
     Release,
-    RequestState,
     RequeueReason,
     ResubmitAnswered,
     ResubmitDue,
@@ -58,7 +58,7 @@ from inflight.router.lifecycle.transitions import TRANSITIONS
 from inflight.v1 import types_pb2
 from tests.support.lifecycle.orders import ERROR, Output, Transition, copied, explore, possible_events
 
-S = RequestState
+S = LifecycleState
 PLACEMENT = Placement("r", 1, "e", 1)
 LOST = Lost("r", 2, "e", 1)
 
@@ -106,8 +106,8 @@ def one_of_each() -> Iterator[Event]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", RequestState)
-def test_event_that_a_state_does_not_allow_raises_and_changes_nothing(state: RequestState) -> None:
+@pytest.mark.parametrize("state", LifecycleState)
+def test_event_that_a_state_does_not_allow_raises_and_changes_nothing(state: LifecycleState) -> None:
     found = next(one for one in explored()[1] if one.state is state)
     before = CHANGING(found)
     for event in one_of_each():
@@ -193,7 +193,7 @@ def handed_back(outcome: HandBackOutcome) -> HandBackAnswered:
     return HandBackAnswered(PLACEMENT, RequeueReason.LOST, outcome, 2)
 
 
-HAND_BACKS: tuple[tuple[HandBackOutcome, RequestState, list[type]], ...] = (
+HAND_BACKS: tuple[tuple[HandBackOutcome, LifecycleState, list[type]], ...] = (
     (Placement("r", 2, "f", 1), S.PLACED, [Send]),
     (Queued(0), S.WAITING, []),
     (Dropped("r", DropReason.EXPIRED), S.ENDED, [PublishEnd, Forget]),
@@ -205,7 +205,7 @@ HAND_BACKS: tuple[tuple[HandBackOutcome, RequestState, list[type]], ...] = (
 
 @pytest.mark.parametrize(("outcome", "state", "effects"), HAND_BACKS)
 def test_answer_to_a_hand_back_moves_a_wanted_request(
-    outcome: HandBackOutcome, state: RequestState, effects: list[type]
+    outcome: HandBackOutcome, state: LifecycleState, effects: list[type]
 ) -> None:
     life = handing_back()
     assert [type(effect) for effect in life.handle(handed_back(outcome))] == [ExpectReport, *effects]

@@ -12,7 +12,7 @@ from inflight.router.stream.relay import Relay
 from inflight.router.stream.request_stream import RequestStream
 from inflight.router.telemetry.events import RequestFacts, RequestObservers, RequestRecord, class_name, outcome_of
 from inflight.v1 import inference_pb2, types_pb2
-from tests.support.ledger.scripted_store import new_reading, new_stream, place, placement
+from tests.support.ledger.scripted_store import new_delivery, new_stream, place, placement
 
 
 class Told:
@@ -67,7 +67,7 @@ def recorded(**facts: Any) -> tuple[RequestRecord, Told]:
 
 
 def recorded_stream() -> tuple[RequestStream, Told]:
-    stream = new_stream(reading=new_reading())
+    stream = new_stream(delivery=new_delivery())
     stream.record, told = recorded()
     stream.record.admitted()
     told.facts.clear()
@@ -82,7 +82,7 @@ async def test_stream_tells_of_places_boarding_tokens_and_its_end() -> None:
     stream, told = recorded_stream()
     place(stream, placement())
     stream.accept()
-    stream.start(3)
+    stream.board(3)
     stream.tokens(0, [1])
     relay = Relay(stream, ignore)
     await relay._send_tokens(await stream.next())
@@ -92,7 +92,7 @@ async def test_stream_tells_of_places_boarding_tokens_and_its_end() -> None:
     await relay._send_tokens(await stream.next())
     stream.life.handle(Unlinked(1))
     place(stream, placement(2))
-    stream.start(0)
+    stream.board(0)
     stream.finish(End(types_pb2.FINISH_REASON_LENGTH, None))
     stream.finish(DEADLINE_END)  # too late
     stream.forget()
@@ -166,9 +166,9 @@ def test_every_listener_hears_everything() -> None:
         def refused(self, model: str, priority_class: str, reason: Reason) -> None:
             self.recorder.facts.append((model, priority_class, reason))
 
-    listeners = RequestObservers([One(one) for one in told])
-    listeners.refused("m", "batch", Reason.QUEUE_FULL)
-    listeners.follow(RequestFacts()).moved("preempted")
+    observers = RequestObservers([One(one) for one in told])
+    observers.refused("m", "batch", Reason.QUEUE_FULL)
+    observers.follow(RequestFacts()).moved("preempted")
     assert told[0].facts == told[1].facts == [("m", "batch", Reason.QUEUE_FULL), ("moved", "preempted")]
 
 

@@ -43,7 +43,7 @@ class World:
         """A placement that the engine has taken and seated."""
         sequence = self.offer(session, request_id, attempt)
         self.accept(sequence)
-        self.placements.publish(EngineOutput(0, started=(sequence,)))
+        self.placements.publish(EngineOutput(0, boarded=(sequence,)))
         return sequence
 
     def step(self, *sequences: Sequence) -> None:
@@ -110,7 +110,7 @@ def test_orphan_that_is_read_again_is_none(world: World) -> None:
 
 def test_paused_sequence_is_paused_for_who_attaches(world: World) -> None:
     sequence = world.place(router(), "a")
-    world.placements.publish(EngineOutput(1, paused=(sequence,)))
+    world.placements.publish(EngineOutput(1, preempted=(sequence,)))
     reader = router()
     world.placements.attach(executor_pb2.Attach(request_id="a", attempt=1, offset=0), reader)
     response = take(reader)

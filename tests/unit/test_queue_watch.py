@@ -36,7 +36,7 @@ def waiting(position: int, wait_ms: int | None) -> Explanation:
 
 async def told(stream: RequestStream) -> Queued | None:
     """What it was told since the last look."""
-    stream.start(0)  # so that there is news in any case
+    stream.board(0)  # so that there is news in any case
     return (await stream.next()).queued
 
 

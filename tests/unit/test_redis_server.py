@@ -25,10 +25,10 @@ from inflight.local.redis_server import (
     RedisStartError,
     find_redis_binary,
 )
-from inflight.router.ledger import script_calls
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger import functions
+from inflight.router.ledger.connection import connect_node
+from inflight.router.ledger.functions import load_scripts
 from inflight.router.ledger.ledgers import NoFunctionsError, missing_commands
-from inflight.router.ledger.lua import load_scripts
 from tests.support.ledger.store_pool import PATIENT
 
 
@@ -63,9 +63,7 @@ def test_scripts_may_reach_no_other_keys(redis_url: str, redis_admin_url: str) -
 
 def test_commands_that_a_router_may_use_are_those_of_its_scripts_and_calls() -> None:
     used = {name.lower() for name in re.findall(r"redis\.call\('(\w+)'", load_scripts().source)}
-    called = {
-        f"function|{name.lower()}" for name in re.findall(r'"FUNCTION", "(\w+)"', inspect.getsource(script_calls))
-    }
+    called = {f"function|{name.lower()}" for name in re.findall(r'"FUNCTION", "(\w+)"', inspect.getsource(functions))}
     assert used | called | {"fcall", "xread", "xrevrange", "select", "ping"} == set(COMMANDS)
 
 
@@ -77,7 +75,7 @@ async def test_each_command_that_a_user_lacks_is_named(tmp_path: Path) -> None:
     with PrivateRedis.start(tmp_path / "redis.log") as server, Redis.from_url(server.admin_url) as admin:
 
         async def found() -> list[str]:
-            redis = connect(server.url, PATIENT)
+            redis = connect_node(server.url, PATIENT)
             try:
                 return await missing_commands(redis, PATIENT)
             finally:
@@ -99,7 +97,7 @@ async def test_each_command_that_a_user_lacks_is_named(tmp_path: Path) -> None:
 class OldRedis:
     """A server before Redis 7."""
 
-    async def execute_command(self, *args: object) -> object:
+    async def execute_command(self, *args: object, keys: list[str]) -> object:
         raise ResponseError(f"unknown command `{args[0]}`, with args beginning with: ")
 
 

@@ -10,12 +10,13 @@ import pytest
 from inflight.common.errors import Reason, RequestError
 from inflight.router.api.resume import ResumeAuthorizer
 from inflight.router.api.service import InferenceService
-from inflight.router.api.validation import REQUEST_ID
 from inflight.router.auth.caller import ANYBODY, Caller
 from inflight.router.auth.resume_token import ResumeTokens
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
 from inflight.router.ledger.ledgers import KEY, learn_secret
-from inflight.router.request.ids import client_id, digest_of, keyed_request_id, keyed_seed, ledger_id
+from inflight.router.request.ids import client_id, ledger_id
+from inflight.router.request.submit import digest_of, keyed_request_id, keyed_seed
+from inflight.router.request.validation import REQUEST_ID
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2
 from tests.support.ledger.scripted_store import CallContext, ScriptedRouter
@@ -43,7 +44,7 @@ def router() -> ScriptedRouter:
 @pytest.mark.parametrize("caller", [ANYBODY, ACME, OPERATOR])
 def test_token_names_tenant_and_pool(router: ScriptedRouter, caller: Caller) -> None:
     token = router.tokens.make("acme", "n", "r")
-    claim = claims_of(router).claim(cancel(resume_token=token), caller)
+    claim = claims_of(router).grant(cancel(resume_token=token), caller)
     assert (claim.choices[0], [pool.name for pool in claim.pools]) == ("acme/r", ["n"])
 
 
@@ -66,13 +67,13 @@ def test_any_other_claim_looks_like_an_unknown_request(
 ) -> None:
     token = router.tokens.make("acme", "n", "r")
     with pytest.raises(RequestError) as caught:
-        claims_of(router).claim(cancel(**{"resume_token": token, **fields}), caller)
+        claims_of(router).grant(cancel(**{"resume_token": token, **fields}), caller)
     assert caught.value.reason is Reason.UNKNOWN_REQUEST
 
 
 def test_token_of_a_pool_that_is_not_served_here_is_unknown(router: ScriptedRouter) -> None:
     with pytest.raises(RequestError) as caught:
-        claims_of(router).claim(cancel(resume_token=router.tokens.make("acme", "gone", "r")), ACME)
+        claims_of(router).grant(cancel(resume_token=router.tokens.make("acme", "gone", "r")), ACME)
     assert caught.value.reason is Reason.UNKNOWN_REQUEST
 
 
@@ -83,13 +84,13 @@ def test_token_of_a_pool_that_is_not_served_here_is_unknown(router: ScriptedRout
 def test_operators_and_the_unidentified_need_no_token_to_cancel(
     router: ScriptedRouter, caller: Caller, tenant: str, expected: str
 ) -> None:
-    claim = claims_of(router).claim(cancel(tenant=tenant, model="m"), caller)
+    claim = claims_of(router).grant(cancel(tenant=tenant, model="m"), caller)
     assert (claim.choices[0], [pool.name for pool in claim.pools]) == (expected, ["m"])
 
 
 def test_token_tells_the_choices_of_a_request(router: ScriptedRouter) -> None:
     token = router.tokens.make("acme", "n", "r", num_choices=3)
-    claim = claims_of(router).claim(cancel(resume_token=token), ACME)
+    claim = claims_of(router).grant(cancel(resume_token=token), ACME)
     assert (claim.choices, claim.is_exact) == (("acme/r", "acme/r~1", "acme/r~2"), True)
     assert not any(REQUEST_ID.fullmatch(client_id(choice)) for choice in claim.choices[1:])
 
@@ -122,7 +123,7 @@ class _Open:
 async def test_routers_share_the_secret_and_give_it_back_to_an_empty_redis(
     redis_url: str, redis_admin_url: str
 ) -> None:
-    redis, admin = connect(redis_url, SETTINGS), connect(redis_admin_url, SETTINGS)
+    redis, admin = connect_node(redis_url, SETTINGS), connect_node(redis_admin_url, SETTINGS)
 
     async def learn(own: bytes | None) -> bytes:
         return await learn_secret(redis, SETTINGS, own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from inflight.router.dispatch.retry_queue import MAX_CONCURRENT_ATTEMPTS, STORE_RETRY_S, RetryQueue
+from inflight.router.dispatch.retry_queue import LEDGER_RETRY_S, MAX_CONCURRENT_ATTEMPTS, RetryQueue
 from tests.support.ledger.scripted_store import settled
 
 
@@ -54,20 +54,17 @@ async def test_what_fails_is_attempted_again_behind_the_others_after_a_pause() -
     await settled()
     # While nothing succeeds few attempts are made
     assert work.attempts == list(range(MAX_CONCURRENT_ATTEMPTS))
-    assert work.pauses == [STORE_RETRY_S] * MAX_CONCURRENT_ATTEMPTS
+    assert work.pauses == [LEDGER_RETRY_S] * MAX_CONCURRENT_ATTEMPTS
     work.succeeds = True
     work.goes_on.set()
     await asyncio.gather(*work.tasks)
     assert work.attempts[-100:] == [*range(MAX_CONCURRENT_ATTEMPTS, 100), *range(MAX_CONCURRENT_ATTEMPTS)]
 
 
-async def test_item_waits_once_and_can_be_removed() -> None:
+async def test_item_waits_once() -> None:
     work = Work()
     work.queue.add(1)
     work.queue.add(1)
-    work.queue.add(2)
-    work.queue.remove(2)
-    assert list(work.queue) == [1]
     await asyncio.gather(*work.tasks)
     assert work.attempts == [1]
     # And again later

@@ -76,7 +76,7 @@ SESSION_EVENTS: dict[str, Callable[[Session, Sequence, Sequence], None]] = {
     "a token of another without an interval": lambda session, _, other: session.token(other, 0, 7),
     "its end": lambda session, one, _: session.finish(FinishEvent(one, FinishReason.LENGTH)),
     "the end of another": lambda session, _, other: session.finish(FinishEvent(other, FinishReason.LENGTH)),
-    "a pause": lambda session, one, _: session.pause(one),
+    "a pause": lambda session, one, _: session.preempt(one),
     "a seat": lambda session, _, other: session.start(other),
     "another router": lambda session, one, _: session.detach(one),
     "a report": lambda session, one, other: session.report(executor_pb2.Report(seq=1)),
@@ -222,7 +222,7 @@ async def test_seat_given_up_is_told_and_one_taken_back_in_the_same_frame_is_not
     first, second, third = make_sequence("a"), make_sequence("b"), make_sequence("c")
     for sequence in (first, second, third):
         session.accept(sequence)
-        session.pause(sequence)
+        session.preempt(sequence)
     session.start(second)
     session.finish(FinishEvent(third, FinishReason.PREEMPTED))
 
@@ -254,7 +254,7 @@ async def test_detached_slot_is_free_behind_the_frame_that_says_so() -> None:
     session = Session("router", 1, 64)
     sequence = make_sequence("a")
     session.accept(sequence)
-    session.pause(sequence)
+    session.preempt(sequence)
     await take(session)
     session.token(sequence, 0, 10)
     session.detach(sequence)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
 
 import pytest
 from redis.asyncio import Redis
@@ -10,10 +11,9 @@ from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError, Respon
 
 from inflight.local.redis_server import PrivateRedis
 from inflight.router.ledger.codec import settle_args, submit_args
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
+from inflight.router.ledger.functions import NAMES, SOURCES, ScriptCalls, compose_library, load_scripts, shared_source
 from inflight.router.ledger.keys import PoolKeys
-from inflight.router.ledger.lua import NAMES, SOURCES, compose_library, load_scripts, shared_source
-from inflight.router.ledger.script_calls import ScriptCalls
 from inflight.router.ledger.types import Attempt, Demand
 from tests.support.ledger.store_pool import PATIENT, STEERED_CLOCK, StorePool
 
@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateRedis]:
 @pytest.fixture
 async def admin(server: PrivateRedis) -> AsyncIterator[Redis]:
     """Who may do everything. The server has no library yet."""
-    redis = connect(server.admin_url, PATIENT)
+    redis = connect_node(server.admin_url, PATIENT)
     await redis.execute_command("FUNCTION", "FLUSH")  # type: ignore[no-untyped-call]
     yield redis
     await redis.aclose()
@@ -43,7 +43,7 @@ async def admin(server: PrivateRedis) -> AsyncIterator[Redis]:
 @pytest.fixture
 async def routers(server: PrivateRedis) -> AsyncIterator[Redis]:
     """A router's client."""
-    redis = connect(server.url, PATIENT)
+    redis = connect_node(server.url, PATIENT)
     yield redis
     await redis.aclose()
 
@@ -89,7 +89,7 @@ async def test_library_that_another_router_has_just_loaded_is_used(routers: Redi
 
         num_refused = 0
 
-        async def execute_command(self, *args: object) -> object:
+        async def execute_command(self, *args: object, keys: Sequence[str]) -> Any:
             if args[0] == "FCALL" and self.num_refused < 2:
                 self.num_refused += 1
                 raise ResponseError("Function not found")
@@ -103,7 +103,7 @@ async def test_function_that_is_never_found_is_an_error(keys: list[str]) -> None
     class Forgetful:
         """Loads libraries, and finds no function."""
 
-        async def execute_command(self, *args: object) -> object:
+        async def execute_command(self, *args: object, keys: Sequence[str]) -> Any:
             if args[0] == "FCALL":
                 raise ResponseError("Function not found")
             return []
@@ -188,7 +188,7 @@ async def test_call_that_fails_leaves_nothing_to_the_next(routers: Redis, keys: 
 async def test_redis_without_memory_refuses_submits_and_ends_placements(
     admin: Redis, server: PrivateRedis, pool: str
 ) -> None:
-    redis = connect(server.url, PATIENT)
+    redis = connect_node(server.url, PATIENT)
     store_pool = StorePool(admin, redis, PoolKeys(pool))
     await store_pool.set_clock(1_000_000)
     router = store_pool.router("a")

@@ -10,7 +10,7 @@ from inflight.common.errors import Reason, RequestError
 from inflight.router.dispatch import dispatcher as dispatch
 from inflight.router.ledger.types import Adopted, CancelOutcome, Ending, Lost, Queued
 from inflight.v1 import types_pb2
-from tests.support.ledger.scripted_store import new_reading, new_stream, placement, settled, steps
+from tests.support.ledger.scripted_store import new_delivery, new_stream, placement, settled, steps
 from tests.unit.test_taking_over import Scene, attached
 
 CANCELLED = types_pb2.FINISH_REASON_CANCELLED
@@ -81,7 +81,7 @@ async def test_late_withdrawal_leaves_a_repeat_its_place(scene: Scene) -> None:
         scene.dispatcher.release(scene.stream)
         await settled()
         # When a repeat waits here under its id by the time that it is back in line
-        repeat = new_stream(reading=new_reading())
+        repeat = new_stream(delivery=new_delivery())
         assert isinstance(await scene.dispatcher.submit(repeat), Queued)
         answer.set()
         await settled()
@@ -106,11 +106,11 @@ async def test_client_is_told_to_come_again_while_a_cancel_takes_long(
     scene: Scene, repeats: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "CANCEL_WAIT_S", 0.0)
-    scene.stream = new_stream(reading=new_reading(digest=b"d"))
+    scene.stream = new_stream(delivery=new_delivery(digest=b"d"))
     async with scene.router.running():
         await scene.run_here(1)
         scene.dispatcher.release(scene.stream)
-        repeat = new_stream(reading=new_reading(digest=b"d"))
+        repeat = new_stream(delivery=new_delivery(digest=b"d"))
         with pytest.raises(RequestError) as caught:
             await (scene.dispatcher.find_repeated(repeat) if repeats else scene.dispatcher.find("r"))
         assert caught.value.retry_after_ms is not None

@@ -6,8 +6,7 @@ import pytest
 
 from inflight.router.auth.caller import ANYBODY, Caller
 from inflight.router.ledger.types import ClassQueue, Snapshot, TenantQueue
-from inflight.router.stats.source import SHARE, pause_after
-from inflight.router.stats.visibility import seen_queues, seen_sequence
+from inflight.router.stats.source import SHARE, pause_after, seen_queues, seen_sequence
 from inflight.v1 import stats_pb2
 
 ANN = Caller(tenant="ann")

@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from inflight.common.errors import Reason
+from inflight.router.ledger.functions import ScriptCalls, load_scripts
 from inflight.router.ledger.keys import PoolKeys
-from inflight.router.ledger.lua import load_scripts
-from inflight.router.ledger.script_calls import ScriptCalls
 from inflight.router.ledger.types import (
     Attempt,
     Cancelled,

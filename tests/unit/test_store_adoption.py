@@ -8,8 +8,8 @@ import pytest
 
 from inflight.common.errors import Reason
 from inflight.router.ledger.codec import parse_reply, submit_args
+from inflight.router.ledger.functions import ScriptCalls
 from inflight.router.ledger.mailbox import KEPT_MS, OwnershipFilter
-from inflight.router.ledger.script_calls import ScriptCalls
 from inflight.router.ledger.types import (
     Adopted,
     Attempt,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.ledger.batches import MAX_CALLS, MAX_ITEMS, Batches
+from inflight.router.ledger.calls import MAX_CALLS, MAX_ITEMS, Batches
 from inflight.router.ledger.connection import NotSent, unavailable
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (

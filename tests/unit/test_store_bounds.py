@@ -6,7 +6,7 @@ The bounds are those of docs/design/time-bounds.md.
 from __future__ import annotations
 
 from inflight.router.ledger.codec import report_args
-from inflight.router.ledger.script_calls import ScriptCalls
+from inflight.router.ledger.functions import ScriptCalls
 from inflight.router.ledger.types import (
     Attempt,
     Cancelled,

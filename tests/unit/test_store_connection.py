@@ -18,8 +18,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from inflight.common.errors import Reason, RequestError
 from inflight.local.redis_server import PrivateRedis
-from inflight.router.ledger.clients import CallPool, ClusterClient, NotSentError
-from inflight.router.ledger.connection import close, connect
+from inflight.router.ledger.connection import CallPool, ClusterClient, NotSentError, close, connect_node, connect_reader
 from inflight.router.ledger.keys import PoolKeys
 from inflight.router.ledger.mailbox import MAX_ENTRIES
 from inflight.router.ledger.redis_ledger import RedisLedger
@@ -112,10 +111,11 @@ async def test_scripts_that_redis_forgot_are_loaded_again(store_pool: StorePool)
 
 
 async def test_events_arrive_while_the_store_runs(redis_url: str, store_pool: StorePool) -> None:
-    redis, pool, scripts = connect(redis_url, FAST), store_pool.keys.pool, steered_scripts()
+    redis, pool, scripts = connect_node(redis_url, FAST), store_pool.keys.pool, steered_scripts()
     events: asyncio.Queue[LedgerEvent] = asyncio.Queue()
-    a = RedisLedger(redis, pool, "a", FAST, lambda event: None, scripts)
-    b = RedisLedger(redis, pool, "b", FAST, events.put_nowait, scripts)
+    readers = [connect_reader(redis_url, FAST) for _ in range(2)]
+    a = RedisLedger(redis, pool, "a", FAST, lambda event: None, scripts, reader=readers[0])
+    b = RedisLedger(redis, pool, "b", FAST, events.put_nowait, scripts, reader=readers[1])
     async with asyncio.TaskGroup() as group:
         running = [group.create_task(store.run()) for store in (a, b)]
         await a.report(ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True))
@@ -132,16 +132,17 @@ async def test_events_arrive_while_the_store_runs(redis_url: str, store_pool: St
 
 async def stop_clock(server: PrivateRedis) -> None:
     """Sets the time that `steered_scripts` see there: no report gets old, however slow the machine is."""
-    async with connect(server.admin_url, FAST) as redis:
+    async with connect_node(server.admin_url, FAST) as redis:
         await redis.set(PoolKeys("pool").key("executors:clock"), START_MS)
 
 
 async def test_calls_are_refused_while_redis_is_away_and_work_when_it_is_back(tmp_path: Path) -> None:
     socket = tmp_path / "redis.sock"
     server = PrivateRedis.start(tmp_path / "1.log", unix_socket=socket)
-    redis = connect(server.url, FAST)
+    redis = connect_node(server.url, FAST)
     events: asyncio.Queue[LedgerEvent] = asyncio.Queue()
-    a = RedisLedger(redis, "pool", "a", FAST, events.put_nowait, steered_scripts())
+    reader = connect_reader(server.url, FAST)
+    a = RedisLedger(redis, "pool", "a", FAST, events.put_nowait, steered_scripts(), reader=reader)
     b = RedisLedger(redis, "pool", "b", FAST, lambda event: None, steered_scripts())
     await stop_clock(server)
     running = asyncio.create_task(a.run())
@@ -172,7 +173,7 @@ async def test_calls_are_refused_while_redis_is_away_and_work_when_it_is_back(tm
 
 async def test_redis_that_hangs_is_not_waited_for_and_its_late_reply_is_dropped(tmp_path: Path) -> None:
     with PrivateRedis.start(tmp_path / "redis.log", unix_socket=tmp_path / "redis.sock") as server:
-        redis = connect(server.url, FAST)
+        redis = connect_node(server.url, FAST)
         store = RedisLedger(redis, "pool", "a", FAST, lambda event: None)
         await store.report(ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True))
         give_time(redis, HASTY)
@@ -226,7 +227,7 @@ async def test_mailbox_that_began_again_behind_its_reader_is_read_where_no_call_
 
 def test_url_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="redis://"):
-        connect("http://127.0.0.1", FAST)
+        connect_node("http://127.0.0.1", FAST)
 
 
 async def test_router_that_missed_a_reply_is_told_to_submit_again(store_pool: StorePool) -> None:
@@ -254,8 +255,9 @@ async def test_cancel_that_comes_as_a_command_is_sent_ends_the_store(
     redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`asyncio.wait_for` of Python 3.11, by which redis-py sends, drops a cancel that comes when the command is out."""
-    redis = connect(redis_url, FAST)
-    running = asyncio.create_task(RedisLedger(redis, pool, "a", FAST, lambda event: None).run())
+    redis = connect_node(redis_url, FAST)
+    store = RedisLedger(redis, pool, "a", FAST, lambda event: None, reader=connect_reader(redis_url, FAST))
+    running = asyncio.create_task(store.run())
     send = AbstractConnection._send_packed_command
 
     async def send_and_cancel(connection: AbstractConnection, command: Iterable[bytes]) -> None:
@@ -274,7 +276,7 @@ async def test_cancel_that_comes_as_a_command_is_sent_ends_the_store(
 @pytest.fixture
 async def small_store(redis_url: str, pool: str) -> AsyncIterator[tuple[Redis, RedisLedger, list[LedgerEvent]]]:
     """A registered router's store with one connection for calls, and what it is told."""
-    redis = connect(redis_url, replace(FAST, max_connections=1))
+    redis = connect_node(redis_url, replace(FAST, max_connections=1))
     told: list[LedgerEvent] = []
     store = RedisLedger(redis, pool, "a", FAST, told.append)
     await store.renew()
@@ -298,7 +300,7 @@ async def test_call_that_got_no_connection_is_no_lost_reply(
 async def test_call_that_could_not_connect_is_no_lost_reply(tmp_path: Path) -> None:
     socket = tmp_path / "redis.sock"
     with PrivateRedis.start(tmp_path / "redis.log", unix_socket=socket) as server:
-        redis = connect(server.url, FAST)
+        redis = connect_node(server.url, FAST)
         told: list[LedgerEvent] = []
         store = RedisLedger(redis, "pool", "a", FAST, told.append)
         await store.renew()
@@ -318,9 +320,10 @@ async def test_thousands_of_calls_at_once_wait_for_few_connections_while_redis_a
     # No call times out and no lease lapses by time, however slow the machine is: the ledger's clock stands still. That
     # a turn has no deadline is tested with a clock in test_turns.
     settings = replace(FAST, max_connections=4, renew_interval_ms=5, reap_interval_ms=5)
-    redis, told, calls = connect(redis_url, settings), list[LedgerEvent](), list[LedgerCall]()
+    redis, told, calls = connect_node(redis_url, settings), list[LedgerEvent](), list[LedgerCall]()
     pool, scripts = store_pool.keys.pool, steered_scripts()
-    store = RedisLedger(redis, pool, "a", settings, told.append, scripts, on_call=calls.append)
+    reader = connect_reader(redis_url, settings)
+    store = RedisLedger(redis, pool, "a", settings, told.append, scripts, on_call=calls.append, reader=reader)
     running = asyncio.create_task(store.run())
     cancels = []
     for number in range(4000):
@@ -344,7 +347,7 @@ async def test_thousands_of_calls_at_once_wait_for_few_connections_while_redis_a
 async def test_calls_that_wait_are_refused_when_redis_hangs(tmp_path: Path) -> None:
     settings = replace(HASTY, max_connections=2)
     with PrivateRedis.start(tmp_path / "redis.log", unix_socket=tmp_path / "redis.sock") as server:
-        redis = connect(server.url, settings)
+        redis = connect_node(server.url, settings)
         give_time(redis, FAST)
         store = RedisLedger(redis, "pool", "a", settings, lambda event: None)
         await store.renew()
@@ -361,7 +364,7 @@ async def test_calls_that_wait_are_refused_when_redis_hangs(tmp_path: Path) -> N
 
 
 async def test_closed_client_leaves_no_connection_open_whatever_is_under_way(redis_url: str, pool: str) -> None:
-    redis = connect(redis_url, FAST)
+    redis = connect_node(redis_url, FAST)
     store = RedisLedger(redis, pool, "a", FAST, lambda event: None)
     await store.renew()
     calls = [asyncio.create_task(store.cancel(f"r{number}")) for number in range(100)]
@@ -404,7 +407,7 @@ async def test_call_that_one_node_of_a_cluster_may_have_run_was_sent() -> None:
 
     cluster = ClusterClient(tuple(nodes), lambda node: cast(Redis, Client(nodes[node])))
     with pytest.raises(RedisTimeoutError, match="no reply"):
-        await cluster.execute_command("FCALL", "name", 1, "{pool}:key")
+        await cluster.execute_command("FCALL", "name", 1, "{pool}:key", keys=["{pool}:key"])
 
 
 @pytest.mark.parametrize(("num_kept", "is_told"), [(MAX_ENTRIES + 1, False), (MAX_ENTRIES, True)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from inflight.router.ledger.script_calls import ScriptCalls
+from inflight.router.ledger.functions import ScriptCalls
 from inflight.router.ledger.types import (
     Attempt,
     CancelOutcome,

@@ -11,7 +11,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 
 from inflight.common.errors import RequestError
 from inflight.router.dispatch.ledger_writer import LedgerWriter
-from inflight.router.ledger.outage import QUIET_S, REMINDER_S, Outage
+from inflight.router.ledger.calls import QUIET_S, REMINDER_S, Outage
 from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.types import Ending, ExecutorReport
 from tests.support.ledger.store_pool import SETTINGS
@@ -47,8 +47,8 @@ def test_hours_of_failures_are_a_line_a_minute(caplog: pytest.LogCaptureFixture)
         followed.clock.now_s += 0.25
     assert len(followed.lines) == 3600 / REMINDER_S
     assert followed.lines[:2] == [
-        "pool m: the admission store is unavailable: ConnectionError: refused",
-        "pool m: the admission store is still unavailable after 60 s, 241 calls have failed: ConnectionError: refused",
+        "pool m: the ledger is unavailable: ConnectionError: refused",
+        "pool m: the ledger is still unavailable after 60 s, 241 calls have failed: ConnectionError: refused",
     ]
 
 
@@ -64,12 +64,12 @@ def test_recovery_is_logged_with_how_long_it_took_and_what_failed(caplog: pytest
     followed.outage.answered()
     followed.outage.answered()
     assert followed.lines == [
-        "pool m: the admission store is unavailable: first",
-        "pool m: the admission store is available again after 13.0 s, 2 calls have failed",
+        "pool m: the ledger is unavailable: first",
+        "pool m: the ledger is available again after 13.0 s, 2 calls have failed",
     ]
     # And the next one is a new one
     followed.outage.failed("third")
-    assert followed.lines[2:] == ["pool m: the admission store is unavailable: third"]
+    assert followed.lines[2:] == ["pool m: the ledger is unavailable: third"]
 
 
 def test_successes_among_failures_are_no_recovery(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,7 +85,7 @@ def test_successes_among_failures_are_no_recovery(caplog: pytest.LogCaptureFixtu
 class Gone:
     """Redis that cannot be reached."""
 
-    async def execute_command(self, *args: Any) -> Any:
+    async def execute_command(self, *args: Any, keys: list[str]) -> Any:
         raise RedisConnectionError("Connection refused")
 
 
@@ -101,5 +101,5 @@ async def test_all_that_a_router_writes_to_the_ledger_fails_with_one_line(caplog
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(outcome, RequestError) for outcome in outcomes)
     assert [record.getMessage() for record in caplog.records] == [
-        "pool m: the admission store is unavailable: ConnectionError: Connection refused"
+        "pool m: the ledger is unavailable: ConnectionError: Connection refused"
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.ledger.connection import connect
+from inflight.router.ledger.connection import connect_node
 from inflight.router.ledger.ledgers import KEY, SECRET_BYTES, learn_secret
 from tests.support.ledger.store_pool import SETTINGS, StorePool
 
@@ -43,7 +43,7 @@ async def test_anything_else_in_its_place_is_replaced(store_pool: StorePool, kin
 
 
 async def test_absent_redis_is_a_refusal() -> None:
-    redis = connect("redis://127.0.0.1:1", SETTINGS)
+    redis = connect_node("redis://127.0.0.1:1", SETTINGS)
     try:
         with pytest.raises(RequestError) as refusal:
             await learn_secret(redis, SETTINGS)

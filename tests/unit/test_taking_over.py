@@ -33,7 +33,7 @@ from tests.support.ledger.scripted_store import (
     ScriptedLedger,
     ScriptedRouter,
     accepts,
-    new_reading,
+    new_delivery,
     new_stream,
     placement,
     settled,
@@ -52,7 +52,7 @@ class Scene:
         self.link: ExecutorLink = self.router.link("e0", "m")
         self.store: ScriptedLedger = self.router.stores["m"]
         self.dispatcher: Dispatcher = self.router.pools.find("m").dispatcher
-        self.stream: RequestStream = new_stream(reading=new_reading())
+        self.stream: RequestStream = new_stream(delivery=new_delivery())
 
     async def run_here(self, *token_ids: int, suspect: bool = False) -> None:
         """The request runs on the executor, in slot 0."""
@@ -197,7 +197,7 @@ async def test_adopted_request_goes_on_as_any_other(scene: Scene) -> None:
         reader = Reader(1)
         stream.attend(reader)
         news = await stream.next(reader)
-        assert (news.accepted, news.started, news.token_ids) == (True, True, [1, 2])
+        assert (news.accepted, news.boarded, news.token_ids) == (True, True, [1, 2])
         scene.link.receive(steps(3, offset=2, slot=3, end=LENGTH))
         await settled()
         assert scene.store.endings == [Ending("r", 1, computed_tokens=6, output_tokens=3, by_itself=True)]
@@ -386,7 +386,7 @@ async def test_token_that_stays_missing_sends_the_request_elsewhere(
 async def test_placement_that_is_lost_behind_its_last_token_has_ended(scene: Scene) -> None:
     submit = executor_pb2.Submit(request_id="r", prompt_ids=[1] * 10)
     submit.stopping.max_tokens = 2
-    scene.stream = RequestStream(Demand("r", 2, 9), submit, 0.0, reading=new_reading())
+    scene.stream = RequestStream(Demand("r", 2, 9), submit, 0.0, delivery=new_delivery())
     async with scene.router.running():
         await scene.run_here(1, 2)
         scene.link._break()
@@ -449,7 +449,7 @@ async def test_end_behind_a_missing_token_waits_for_it(scene: Scene) -> None:
 
 @pytest.mark.parametrize("num_answered", [1, 2])
 async def test_length_that_is_not_reached_is_no_end(scene: Scene, num_answered: int) -> None:
-    scene.stream = new_stream(reading=new_reading(), max_tokens=3)
+    scene.stream = new_stream(delivery=new_delivery(), max_tokens=3)
     async with scene.router.running():
         await scene.run_here()
         scene.link.receive(steps(1, end=LENGTH))
@@ -465,7 +465,7 @@ async def test_length_that_is_not_reached_is_no_end(scene: Scene, num_answered: 
 
 
 async def test_request_that_lacks_only_the_word_of_its_end_has_ended(scene: Scene) -> None:
-    scene.stream = new_stream(reading=new_reading(), max_tokens=2)
+    scene.stream = new_stream(delivery=new_delivery(), max_tokens=2)
     async with scene.router.running():
         await scene.run_here(1, 2)
         scene.link._break()
@@ -477,7 +477,7 @@ async def test_request_that_lacks_only_the_word_of_its_end_has_ended(scene: Scen
 
 
 async def test_key_is_held_against_what_the_executor_was_told(scene: Scene) -> None:
-    scene.stream = new_stream(reading=new_reading(digest=b"as asked"))
+    scene.stream = new_stream(delivery=new_delivery(digest=b"as asked"))
     async with scene.router.running():
         scene.store.answers.append(Adopted(placement(), ended=False))
         asked = asyncio.create_task(scene.dispatcher.submit(scene.stream))

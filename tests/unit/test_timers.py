@@ -25,7 +25,7 @@ from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from tests.support.ledger.scripted_store import (
     ScriptedRouter,
     accepts,
-    new_reading,
+    new_delivery,
     new_stream,
     placement,
     settled,
@@ -135,7 +135,7 @@ def test_client_that_leaves_has_its_sequence_cancelled_at_once() -> None:
         router = ScriptedRouter("m")
         link = router.link("e0", "m")
         async with router.running():
-            stream = new_stream(reading=new_reading())
+            stream = new_stream(delivery=new_delivery())
             await running_stream(router, stream)
             before_s = now_s()
             router.pools.find("m").dispatcher.leave(stream, stream.reader)
@@ -157,7 +157,7 @@ def test_client_that_leaves_the_line_has_its_place_freed_at_once() -> None:
 
         store.withdraw = withdraw  # type: ignore[method-assign]
         async with router.running():
-            stream = new_stream(reading=new_reading())
+            stream = new_stream(delivery=new_delivery())
             dispatcher = router.pools.find("m").dispatcher
             assert isinstance(await dispatcher.submit(stream), Queued)
             before_s = now_s()
@@ -174,7 +174,7 @@ def test_request_of_another_router_goes_on_here_without_waiting() -> None:
         link = router.link("e0", "m")
         async with router.running():
             router.stores["m"].answers.append(Adopted(placement(), ended=False))
-            stream, before_s = new_stream(reading=new_reading()), now_s()
+            stream, before_s = new_stream(delivery=new_delivery()), now_s()
             resuming = asyncio.create_task(router.pools.find("m").dispatcher.resume("r", lambda attached: stream))
             await settled()
             assert [attach.request_id for attach in link._outbox.attaches] == ["r"]
@@ -197,7 +197,7 @@ def test_adopted_request_waits_for_its_reader_while_another_choice_is_adopted() 
         async with router.running():
             dispatcher = router.pools.find("m").dispatcher
             router.stores["m"].answers.append(Adopted(placement(), ended=False))
-            stream = new_stream(reading=new_reading())
+            stream = new_stream(delivery=new_delivery())
             resuming = asyncio.create_task(dispatcher.resume("r", lambda attached: stream))
             await settled()
             attached = executor_pb2.ServeResponse()
@@ -220,7 +220,7 @@ def test_router_ends_a_request_at_its_deadline(is_placed: bool, monkeypatch: pyt
         monkeypatch.setattr(time, "monotonic", now_s)
         router = ScriptedRouter("m")
         router.link("e0", "m")
-        stream = new_stream(reading=new_reading(deadline=7.0))
+        stream = new_stream(delivery=new_delivery(deadline=7.0))
         events: list[inference_pb2.StreamEvent] = []
 
         async def write(event: inference_pb2.StreamEvent) -> None:
@@ -322,7 +322,7 @@ def test_waiting_request_is_told_after_its_grace_that_there_is_no_executor() -> 
         router = ScriptedRouter("m", no_executor_grace_s=10.0)
         link = router.link("e0", "m")
         async with router.running():
-            stream = new_stream(reading=new_reading())
+            stream = new_stream(delivery=new_delivery())
             await router.pools.find("m").dispatcher.submit(stream)
             link._break()
             await asyncio.sleep(10.0 - 0.001)
@@ -339,7 +339,7 @@ def test_request_whose_client_asked_for_it_goes_on_unattended_for_that_long() ->
         router = ScriptedRouter("m")
         link = router.link("e0", "m")
         async with router.running():
-            stream = new_stream(reading=new_reading(unattended_s=20.0, kept_s=20.0))
+            stream = new_stream(delivery=new_delivery(unattended_s=20.0, kept_s=20.0))
             await running_stream(router, stream)
             router.pools.find("m").dispatcher.leave(stream, stream.reader)
             await asyncio.sleep(19.999)

@@ -22,7 +22,7 @@ from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from tests.support.ledger.scripted_store import (
     ScriptedRouter,
     accepts,
-    new_reading,
+    new_delivery,
     new_stream,
     place,
     placement,
@@ -100,8 +100,8 @@ def serve(
     **fields: Any,
 ) -> tuple[RequestStream, asyncio.Task[None]]:
     """Lets a client read request `r<number>`, which the executor has in the slot of that number."""
-    reading = dataclasses.replace(new_reading(**fields), new_text=lambda: output_text(stops))
-    stream = new_stream(reading=reading, request_id=f"r{number}")
+    delivery = dataclasses.replace(new_delivery(**fields), new_text=lambda: output_text(stops))
+    stream = new_stream(delivery=delivery, request_id=f"r{number}")
     link.submit(stream, place(stream, placement(request_id=f"r{number}")))
     link.receive(accepts(1, number, f"r{number}"))
     relay = Relay(stream, TimedWriter(client.write, timeout_s, needs_task=needs_task))
@@ -401,10 +401,10 @@ CALL = ("<tool_call>", '{"name": "f", "arguments": {"a": "', "STOP", '"}}', "</t
 async def test_output_that_a_stop_cuts_is_unfinished_where_a_call_or_a_form_is_cut(
     words: tuple[str, ...], answer: AnswerFormat | None, is_unfinished: bool
 ) -> None:
-    reading = new_reading(is_constrained=True, new_parser=answer and (lambda: AnswerParser(answer)))
-    reading = dataclasses.replace(reading, new_text=lambda: OutputText(Spelled(words), stops=["STOP"]))
+    delivery = new_delivery(is_constrained=True, new_parser=answer and (lambda: AnswerParser(answer)))
+    delivery = dataclasses.replace(delivery, new_text=lambda: OutputText(Spelled(words), stops=["STOP"]))
     link, client = ScriptedRouter("m").link("e0", "m"), Client()
-    stream = new_stream(reading=reading)
+    stream = new_stream(delivery=delivery)
     link.submit(stream, place(stream, placement()))
     link.receive(accepts(1))
     link.receive(steps(*range(len(words))))

@@ -7,7 +7,8 @@ from contextlib import suppress
 
 import pytest
 
-from inflight.router.ledger.connection import NotSent, Turns
+from inflight.router.ledger.calls import Turns
+from inflight.router.ledger.connection import NotSent
 from inflight.router.ledger.settings import LedgerSettings
 
 

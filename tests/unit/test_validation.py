@@ -10,9 +10,8 @@ import pytest
 from inflight.common.errors import Reason, RequestError
 from inflight.common.parameters import MAX_DEADLINE_S
 from inflight.router.api.tokenizing import shown_chat
-from inflight.router.api.validation import validate_generate
-from inflight.router.request.sampling import resolve_sampling
-from inflight.router.request.submit import ModelLimits, router_context
+from inflight.router.request.submit import ModelLimits, resolve_sampling, router_context
+from inflight.router.request.validation import validate_generate
 from inflight.v1 import inference_pb2, resume_pb2, types_pb2
 from tests.support.text.validated import ALL_SAMPLING, SEED, limits_of, requested, validated
 

@@ -16,8 +16,8 @@ from inflight.common.errors import Reason, RequestError
 from inflight.router.api.constraining import Compiled, Constraining
 from inflight.router.api.prepare import RequestPreparation
 from inflight.router.api.tokenizing import Tokenizing
-from inflight.router.api.validation import UNBUILT
 from inflight.router.constraint.source import ConstraintSource
+from inflight.router.request.validation import UNBUILT
 from inflight.router.settings import RouterSettings
 from inflight.router.text.tokenizer import TextModel
 from inflight.v1 import executor_pb2, inference_pb2, resume_pb2, types_pb2
@@ -241,7 +241,7 @@ async def meaning(request: inference_pb2.GenerateRequest) -> tuple[object, ...]:
         NoOpTracer(),
     )
     stream, *others = await preparation.prepare(request, pool, 0.0, None)
-    assert stream.reading is not None
+    assert stream.delivery is not None
     submit = place(stream, placement())
     context = resume_pb2.RouterContext.FromString(submit.router_context)
     context.ClearField("arrived_unix_ms")
@@ -251,7 +251,7 @@ async def meaning(request: inference_pb2.GenerateRequest) -> tuple[object, ...]:
     if not (request.sampling.HasField("seed") or request.idempotency_key):
         submit.sampling.ClearField("seed")
     submit.ClearField("router_context")
-    deadlines = stream.reading.first_token_deadline, stream.reading.deadline
+    deadlines = stream.delivery.first_token_deadline, stream.delivery.deadline
     prior = request.prior_output
     read_by_service = request.session_id, request.want_queue_events, dict(request.metadata), prior.text_bytes
     return (str(submit), str(context), deadlines, len(others), *read_by_service)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.dispatch.retry_queue import STORE_RETRY_S
+from inflight.router.dispatch.retry_queue import LEDGER_RETRY_S
 from inflight.router.dispatch.waiting_audit import CONFIRM_S, MAX_PER_CHECK, WaitingAudit
 from inflight.router.ledger.types import Attempt
 from inflight.router.stream.request_stream import RequestStream
@@ -114,4 +114,4 @@ async def test_after_a_lapse_the_ledger_is_asked_until_it_answers() -> None:
     while not scene.resubmitted:
         await asyncio.sleep(0)
     running.cancel()
-    assert (scene.resubmitted, scene.pauses) == (["r0"], [STORE_RETRY_S] * 2)
+    assert (scene.resubmitted, scene.pauses) == (["r0"], [LEDGER_RETRY_S] * 2)

@@ -102,8 +102,8 @@ def _converse(
         status = output.status or status
     served.total_s = time.perf_counter() - began_s
     if status is not None:
-        served.exposed_host_s = status.exposed_host_ms / 1000
-        served.device_busy_fraction = status.device_busy_fraction
+        served.exposed_host_s = (status.exposed_host_ms or 0.0) / 1000
+        served.device_busy_fraction = status.device_busy_fraction or 0.0
     return served
 
 

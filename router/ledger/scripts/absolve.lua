@@ -16,7 +16,7 @@ local function run()
   local executor = load_executor(request.executor_id)
   executor.has_suspect = false
   save_executor(request.executor_id, executor)
-  states.forgive(request)
+  states.clear_strikes(request)
   save_request(id, request)
   board.run()
   return reply.finish({'ABSOLVED'})

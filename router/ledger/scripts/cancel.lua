@@ -29,7 +29,7 @@ local function cancel(id, is_own)
   }
   if request.state ~= 'PLACED' then
     states.withdraw(id, request)
-    states.bury_with_ending(id, request, true)
+    states.add_tombstone_with_ending(id, request, true)
     states.sweep_tombstones(2)
     tenants.refund(request)
   end

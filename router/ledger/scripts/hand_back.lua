@@ -34,10 +34,10 @@ local function return_to_line(request)
   states.withdraw(asked.id, request)
   if asked.why == 'lost' or asked.why == 'stood_still' or asked.progressed then
     states.strike(request, asked.progressed, asked.why == 'stood_still')
-    local num_undecided, num_stalls = states.judge(request)
+    local num_undecided, num_stalls = states.decide_strikes(request)
     local num_deaths = request.strikes - num_undecided - num_stalls
     if num_deaths >= asked.max_attempts or num_stalls >= asked.max_attempts then
-      states.bury_with_ending(asked.id, request, false)
+      states.add_tombstone_with_ending(asked.id, request, false)
       states.sweep_tombstones(2)
       return num_deaths >= asked.max_attempts and 'EXHAUSTED' or 'STALLED'
     elseif num_deaths + num_undecided >= asked.max_attempts then

@@ -20,7 +20,7 @@ local function run()
     local request = load_request(id)
     if not request then
       states.ended_ms(id) -- an expired end does not concern this request
-      states.bury(id)
+      states.add_tombstone(id)
     elseif request.attempt == attempt and request.state ~= 'WAITING'
       and not (ending.cancelled and is_served_elsewhere(request)) then
       local computed, output = ending.computed, ending.output
@@ -29,7 +29,7 @@ local function run()
         tenants.settle_usage(request, tenant, computed, output)
       end
       states.withdraw(id, request)
-      states.bury_with_ending(id, request, ending.cancelled)
+      states.add_tombstone_with_ending(id, request, ending.cancelled)
       num_settled = num_settled + 1
       if computed and output then
         save_tenant(request.tenant, tenant)

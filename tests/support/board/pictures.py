@@ -29,7 +29,7 @@ from inflight.local.stack import LocalStack
 from inflight.requests import Priority
 from inflight.router.auth.caller import AnonymousAuthenticator
 from inflight.router.dashboard.feed import Feeds
-from inflight.router.dashboard.routes import board_routes
+from inflight.router.dashboard.routes import dashboard_routes
 from tests.support.board.browser import PATIENCE_MS, chromium
 from tests.support.board.scenes import ScriptedStatistics, full_fleet, watching_of
 
@@ -88,7 +88,7 @@ async def _take_scene(browser: Browser, folder: Path) -> None:
     """Twenty executors of 256 seats, full."""
     scene = full_fleet(20, 256)
     feeds = Feeds(ScriptedStatistics(scene.message()))
-    http = HttpPort(Starlette(routes=board_routes(feeds, AnonymousAuthenticator(), watching_of(scene))))
+    http = HttpPort(Starlette(routes=dashboard_routes(feeds, AnonymousAuthenticator(), watching_of(scene))))
     address = await http.start("127.0.0.1:0")
     try:
         await _take(browser, f"http://{address}/", FULL, folder, 2.0)

@@ -31,12 +31,14 @@ def sizes(**changes: Any) -> dict[str, Any]:
 
 
 def save_model(config: PretrainedConfig, folder: Path, seed: int = 0, *, has_random_vectors: bool = False) -> Path:
-    """Makes a folder with config.json and random weights. Norms and biases are random only if that is asked for."""
+    """Makes a folder with config.json and random weights. Norms and biases, with those of routers for the choice of
+    experts, are random only if that is asked for."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         network: Any = AutoModelForCausalLM.from_config(config)
         if has_random_vectors:
-            for vector in (weight for weight in network.parameters() if weight.ndim == 1):
+            corrections = [buffer for name, buffer in network.named_buffers() if name.endswith("correction_bias")]
+            for vector in [*(weight for weight in network.parameters() if weight.ndim == 1), *corrections]:
                 vector.requires_grad_(False).add_(0.2 * torch.randn_like(vector))
     network.save_pretrained(str(folder))
     return folder

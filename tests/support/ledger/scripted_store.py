@@ -17,7 +17,7 @@ from inflight.router.auth.caller import AnonymousAuthenticator
 from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.config.tenants import NO_CONFIG, TenantConfig, TenantConfigFile
 from inflight.router.dispatch.dispatcher import Dispatcher
-from inflight.router.dispatch.pools import ModelBackend, ModelRegistry
+from inflight.router.dispatch.pools import ModelPool, ModelPools
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.ledger.ledger import Ledger, OnEvent
 from inflight.router.ledger.types import (
@@ -29,14 +29,14 @@ from inflight.router.ledger.types import (
     Explanation,
     LedgerEvent,
     Placement,
-    PoolListener,
+    PoolEvents,
     Queued,
     Refused,
     ReportOutcome,
     Snapshot,
     TenantLimits,
 )
-from inflight.router.lifecycle.events import RequestState, Submit
+from inflight.router.lifecycle.events import LifecycleState, Submit
 from inflight.router.request.delivery import Delivery
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.source import StatsSource
@@ -109,7 +109,7 @@ class ScriptedLedger:
         self.reports.extend(reports)
         return [ReportOutcome(taken=True) for _ in reports]
 
-    def listen(self, listener: PoolListener) -> None:
+    def listen(self, listener: PoolEvents) -> None:
         pass
 
     async def cancel(self, request_id: str) -> CancelOutcome:
@@ -165,7 +165,7 @@ class ScriptedRouter:
         self._no_executor_grace_s = no_executor_grace_s
         self.stores: dict[str, ScriptedLedger] = {}
         self.admission = TenantConfigFile(None, rules)
-        self.pools = ModelRegistry(
+        self.pools = ModelPools(
             [self._pool(model) for model in models], "router", lambda: self.admission.config.variants
         )
         self.tokens = ResumeTokens(b"secret")
@@ -174,12 +174,12 @@ class ScriptedRouter:
             self.pools, RouterSettings(), self.admission, AnonymousAuthenticator(), self.tokens, self.stats
         )
 
-    def _pool(self, model: str) -> ModelBackend:
+    def _pool(self, model: str) -> ModelPool:
         def open_ledger(on_event: OnEvent) -> Ledger:
             self.stores[model] = ScriptedLedger(on_event)
             return self.stores[model]
 
-        return ModelBackend(model, TextModel(tiny_tokenizer()), Dispatcher(open_ledger, 3, self._no_executor_grace_s))
+        return ModelPool(model, TextModel(tiny_tokenizer()), Dispatcher(open_ledger, 3, self._no_executor_grace_s))
 
     def link(self, executor_id: str, model: str, **described: Any) -> ExecutorLink:
         """Links an executor that describes itself so; the test plays it by `ExecutorLink.receive`."""
@@ -220,7 +220,7 @@ def placement(attempt: int = 1, executor_id: str = "e0", blocks: int = 0, reques
 
 def place(stream: RequestStream, placement: Placement) -> executor_pb2.Submit:
     """Places a request that no dispatcher has; returns what its executor is told."""
-    if stream.life.state is RequestState.NEW:
+    if stream.life.state is LifecycleState.NEW:
         stream.life.handle(Submit())
     stream.life.handle(placement)
     return stream.place(placement)
@@ -256,17 +256,17 @@ def steps(
 def new_stream(
     num_prompt_tokens: int = 10,
     deadline: float | None = None,
-    reading: Delivery | None = None,
+    delivery: Delivery | None = None,
     request_id: str = "r",
     max_tokens: int = 0,
 ) -> RequestStream:
     """Request `r`, unless another is named, whose whole need is 9 blocks; `max_tokens` 0: as many as come."""
     submit = executor_pb2.Submit(request_id=request_id, prompt_ids=[1] * num_prompt_tokens)
     submit.stopping.max_tokens = max_tokens
-    return RequestStream(Demand(request_id, 2, 9, deadline_ms=500), submit, 0.0, deadline, reading=reading)
+    return RequestStream(Demand(request_id, 2, 9, deadline_ms=500), submit, 0.0, deadline, delivery=delivery)
 
 
-def new_reading(**fields: Any) -> Delivery:
+def new_delivery(**fields: Any) -> Delivery:
     """What a client of request `r` reads: ids and text, for as long as it is there."""
     return Delivery(
         accepted=inference_pb2.Accepted(request_id="r", prompt_tokens=10, max_tokens=100),

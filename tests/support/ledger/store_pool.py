@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from redis.asyncio import Redis
 
 from inflight.bench.simulation.store_link import REMEMBER, RESTORE
+from inflight.router.ledger.functions import Library, load_scripts
 from inflight.router.ledger.keys import PoolKeys
-from inflight.router.ledger.lua import Library, load_scripts
 from inflight.router.ledger.mailbox import Mailbox
 from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.settings import LedgerSettings

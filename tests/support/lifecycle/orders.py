@@ -43,13 +43,13 @@ from inflight.router.lifecycle.events import (
     GiveUp,
     HandBackAnswered,
     Leave,
+    LifecycleState,
     NoExecutor,
     NotLinked,
     PendingCall,
     ReaderEnded,
     Rejected,
     Release,
-    RequestState,
     RequeueReason,
     ResubmitAnswered,
     ResubmitDue,
@@ -66,7 +66,7 @@ from inflight.router.lifecycle.lifecycle import CHANGING, CHANGING_FIELDS, Lifec
 from inflight.router.lifecycle.transitions import UNSERVED
 from inflight.v1 import types_pb2
 
-Transition = tuple[RequestState, type, RequestState]
+Transition = tuple[LifecycleState, type, LifecycleState]
 
 MAX_ATTEMPT = 2
 ERROR = RequestError(Reason.DRAINING, "")
@@ -114,7 +114,7 @@ def possible_events(life: Lifecycle) -> Iterator[Event]:
     """What can happen to a request next."""
     yield ReaderEnded(DEADLINE_END)
     yield from _answers(life)
-    if life.state is RequestState.NEW:
+    if life.state is LifecycleState.NEW:
         yield Submit()
         yield from (AdoptedElsewhere(adopted) for adopted in ADOPTED)
     if life.state not in UNSERVED:

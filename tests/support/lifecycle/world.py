@@ -43,10 +43,10 @@ from inflight.router.lifecycle.events import (
     Forgotten,
     HandBackAnswered,
     Leave,
+    LifecycleState,
     NoExecutor,
     NotLinked,
     Rejected,
-    RequestState,
     RequeueReason,
     SequenceEnded,
     Unlinked,
@@ -402,7 +402,7 @@ class World:
     has_lost_ledger: bool = False
     ever_sent: frozenset[tuple[str, int, int]] = frozenset()
     num_timers: int = 0
-    seen: set[tuple[RequestState, type, RequestState]] = field(default_factory=set)
+    seen: set[tuple[LifecycleState, type, LifecycleState]] = field(default_factory=set)
 
     def copy(self) -> World:
         return World(
@@ -591,7 +591,7 @@ class World:
         if number is not None:
             life = router.lives[number]
             self._tell(router_id, life, AttachAnswered(adopted, result, is_first, has_started=True))
-            is_read = life.is_current(key[1]) or life.state is RequestState.LEFT
+            is_read = life.is_current(key[1]) or life.state is LifecycleState.LEFT
             if result is AttachResult.ATTACHED and not is_read:
                 self._send(router_id, "cancel", key, CANCELLED)
         elif result is AttachResult.ATTACHED:

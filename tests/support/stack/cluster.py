@@ -44,7 +44,7 @@ from inflight.router.api.service import InferenceService
 from inflight.router.app import RouterApp, build_router, ledger_settings_of
 from inflight.router.auth.resume_token import ResumeTokens
 from inflight.router.dispatch import dispatcher
-from inflight.router.dispatch.pools import ModelRegistry
+from inflight.router.dispatch.pools import ModelPools
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.source import StatsSource
@@ -194,7 +194,7 @@ class RunningRouter:
     work: asyncio.Task[None]
 
     @property
-    def pools(self) -> ModelRegistry:
+    def pools(self) -> ModelPools:
         """Its models."""
         return self.parts.pools
 
@@ -330,7 +330,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-async def _work(pools: ModelRegistry, tokens: ResumeTokens, addresses: list[str]) -> None:
+async def _work(pools: ModelPools, tokens: ResumeTokens, addresses: list[str]) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(pools.run(addresses, 0.1))
         tasks.create_task(tokens.run())

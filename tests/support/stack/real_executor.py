@@ -18,14 +18,14 @@ async def run_real_executor(settings: ExecutorSettings) -> AsyncIterator[tuple[P
     """Yields the executor's parts and the address where it serves."""
     with torch_threads(settings.num_threads):
         parts = build_executor(settings, load_executor(settings), None, GarbageCollection())
-    address = await parts.server.start(settings.listen)
+    address = await parts.serving.server.start(settings.listen)
     parts.engine.start()
-    reports = asyncio.create_task(parts.service.run())
+    reports = asyncio.create_task(parts.serving.service.run())
     try:
         yield parts, address
     finally:
         reports.cancel()
-        await parts.service.close(0)
-        await parts.server.stop(0)
+        await parts.serving.service.close(0)
+        await parts.serving.server.stop(0)
         assert await asyncio.to_thread(parts.engine.stop, 60)
         parts.runner.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from inflight.router.api.validation import validate_generate
 from inflight.router.request.submit import ModelLimits, new_submit, router_context
+from inflight.router.request.validation import validate_generate
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
 SEED = 4711

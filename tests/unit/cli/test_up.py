@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from inflight.cli.console import CommandError
 from inflight.cli.main import main
 from inflight.cli.up import _parser as up_parser
 from inflight.cli.up import stack_options
@@ -41,6 +42,30 @@ def test_up_passes_the_routers_flags_on() -> None:
     options = stack_options(up_parser().parse_args(flags))
     command = router_command(options, "router-0", "127.0.0.1:2", ("127.0.0.1:1",))
     assert command[-6:] == [*("--admission-file", "a.toml", "--max-queue-requests", "7", "--age-s", "5")]
+
+
+def test_up_starts_executors_around_vllm_by_its_python(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    flags = ["--model", str(tmp_path), "--engine", "vllm", "--engine-python", "/opt/vllm/bin/python"]
+    options = stack_options(up_parser().parse_args([*flags, "--engine-args", "--max-model-len 64"]))
+    command = executor_command(options, "executor-0", "127.0.0.1:1")
+    assert command[:5] == ["/opt/vllm/bin/python", "-P", "-m", "inflight.cli.main", "executor"]
+    assert command[-5:] == ["--model", str(tmp_path), "--engine", "vllm", "--engine-args=--max-model-len 64"]
+    assert router_command(options, "router-0", "127.0.0.1:2", ())[0] == options.program[0]
+
+
+def test_vllm_gets_a_folder_of_a_gguf_file_and_the_routers_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inflight.executor.checkpoint.gguf.import_gguf", lambda source: Path("/cache/folder"))
+    options = stack_options(up_parser().parse_args(["--engine", "vllm"]))
+    command = executor_command(options, "executor-0", "127.0.0.1:1")
+    assert command[-6:-2] == ["--model", "/cache/folder", "--served-model-name", "SmolLM2-135M-Instruct"]
+    assert "--model" not in router_command(options, "router-0", "127.0.0.1:2", ())
+
+
+def test_flags_of_an_engine_need_the_engine() -> None:
+    with pytest.raises(CommandError, match="--engine vllm"):
+        stack_options(up_parser().parse_args(["--engine-args", "--enforce-eager"]))
 
 
 @pytest.mark.parametrize(

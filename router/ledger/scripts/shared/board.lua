@@ -126,7 +126,7 @@ local function drop(kind, id, request)
     return 'hold'
   end
   states.withdraw(id, request)
-  states.bury_with_ending(id, request, true)
+  states.add_tombstone_with_ending(id, request, true)
   states.sweep_tombstones(2)
   tenants.refund(request)
   owners.notify(kind, id, request)

@@ -213,13 +213,13 @@ local function has_died(blame)
   return nil
 end
 
-function states.forgive(request)
+function states.clear_strikes(request)
   request.strikes, request.blamed = 0, ''
 end
 
 -- Decides the strikes that can be decided: one whose executor died stays, one whose executor lives is removed. Returns
 -- how many are undecided, and how many more are stalls that last.
-function states.judge(request)
+function states.decide_strikes(request)
   local undecided, num_stalls = {}, 0
   for _, blame in ipairs(request.blamed ~= '' and cmsgpack.unpack(request.blamed) or {}) do
     local died = has_died(blame)
@@ -238,7 +238,7 @@ end
 -- An executor whose same generation got the request again has not died before. `stalled`: its engine stalls.
 function states.strike(request, progressed, stalled)
   if progressed then
-    states.forgive(request)
+    states.clear_strikes(request)
     return
   elseif request.counted == request.attempt then
     return
@@ -341,15 +341,15 @@ function states.sweep_tombstones(limit)
 end
 
 -- Leaves a tombstone: the id has ended. Each new tombstone sweeps two expired ones, which keeps `ended` from growing.
-function states.bury(id)
+function states.add_tombstone(id)
   delete_request(id)
   write_later('ZADD', ENDED, NOW_TEXT, id)
 end
 
 -- Leaves a tombstone that also records how a placed request ended: a repeat of a cancelled request starts again, any
 -- other repeat attaches to the output that its executor has kept.
-function states.bury_with_ending(id, request, cancelled)
-  states.bury(id)
+function states.add_tombstone_with_ending(id, request, cancelled)
+  states.add_tombstone(id)
   if request.attempt > 0 then
     local ending = {
       executor_id = request.executor_id, digest = request.digest, attempt = request.attempt,

@@ -1,0 +1,90 @@
+"""Products of a layer with experts, in Triton, for pairs of rows and experts in tiles (`routing`), and their sums.
+
+The sizes of tiles, except their rows, depend on the model alone, and so does the order of every sum. A pair's result
+does not depend on its place in a tile or on the other pairs.
+"""
+
+import triton
+import triton.language as tl
+
+from inflight.executor.kernels.norms import activated
+
+
+@triton.jit
+def grouped_kernel(
+    inputs,  # [rows, size]
+    matrices,  # [experts, outputs, size]: num_outputs, or with HAS_GATE as many gates and then what they gate
+    pairs, tile_experts,  # see `routing`; with BY_PAIR `tile_experts` are the experts of pairs, and `pairs` is unused
+    pair_weights,  # [pairs] float32; with HAS_GATE unused
+    outputs,  # [pairs, num_outputs]
+    input_stride, size, num_outputs,
+    PAIRS_PER_ROW: tl.constexpr, BY_PAIR: tl.constexpr, HAS_GATE: tl.constexpr, HAS_GELU: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr, TILE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Multiplies each pair's row by its expert's matrix; the outputs are activation(gate) * up, or the products times
+    the pair's weight. Grid: tiles, tiles of outputs.
+
+    With BY_PAIR a tile has one pair. Pair p reads row `p // PAIRS_PER_ROW`.
+    """
+    tile, lanes = tl.program_id(0), tl.arange(0, TILE_ROWS)
+    expert = tl.load(tile_experts + tile).to(tl.int64)
+    if expert < 0:
+        return
+    pair = tl.where(lanes == 0, tile, -1) if BY_PAIR else tl.load(pairs + tile * TILE_ROWS + lanes)
+    has_pair = pair >= 0
+    source = inputs + (pair // PAIRS_PER_ROW)[:, None].to(tl.int64) * input_stride
+    first = tl.program_id(1) * TILE_OUTPUTS
+    if HAS_GATE:
+        # Gates and what they gate alternate in the tile.
+        columns = tl.arange(0, 2 * TILE_OUTPUTS)
+        is_column = first + columns // 2 < num_outputs
+        matrix_rows = expert * 2 * num_outputs + first + columns // 2 + (columns % 2) * num_outputs
+        sums = tl.zeros([TILE_ROWS, 2 * TILE_OUTPUTS], tl.float32)
+    else:
+        columns = tl.arange(0, TILE_OUTPUTS)
+        is_column = first + columns < num_outputs
+        matrix_rows = expert * num_outputs + first + columns
+        sums = tl.zeros([TILE_ROWS, TILE_OUTPUTS], tl.float32)
+    matrix = matrices + matrix_rows[None, :] * size
+    for start in range(0, size, TILE_SIZE):
+        depth = start + tl.arange(0, TILE_SIZE)
+        is_depth = depth < size
+        values = tl.load(source + depth[None, :], mask=has_pair[:, None] & is_depth[None, :], other=0.0)
+        weights = tl.load(matrix + depth[:, None], mask=is_depth[:, None] & is_column[None, :], other=0.0)
+        sums = tl.dot(values, weights, sums, input_precision="ieee")
+    if HAS_GATE:
+        gate, up = tl.split(tl.reshape(sums, [TILE_ROWS, TILE_OUTPUTS, 2]))
+        # Rounded as a product of its own would be.
+        dtype = outputs.dtype.element_ty
+        results = activated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), HAS_GELU)
+    else:
+        results = sums * tl.load(pair_weights + pair, mask=has_pair, other=0.0)[:, None]
+    output_columns = first + tl.arange(0, TILE_OUTPUTS)
+    target = outputs + pair[:, None].to(tl.int64) * num_outputs + output_columns[None, :]
+    mask = has_pair[:, None] & (output_columns < num_outputs)[None, :]
+    tl.store(target, results.to(outputs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_experts_kernel(
+    products,  # [rows * NUM_CHOSEN, size]
+    shared,  # [rows, size], what a shared expert yields; unused without HAS_SHARED
+    scores,  # [rows, num_scores] float32, with HAS_GATE that of the shared expert last
+    outputs,  # [rows, size]
+    size, num_scores,
+    NUM_CHOSEN: tl.constexpr, HAS_SHARED: tl.constexpr, HAS_GATE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Adds what the experts of each row yield, in the order in which they were chosen, and the shared expert, times the
+    sigmoid of its score. Grid: rows, tiles of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < size
+    total = tl.zeros([TILE], tl.float32)
+    for k in range(NUM_CHOSEN):
+        total += tl.load(products + (row * NUM_CHOSEN + k) * size + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SHARED:
+        addend = tl.load(shared + row * size + columns, mask=mask, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            addend = addend / (1.0 + tl.exp(-tl.load(scores + row * num_scores + num_scores - 1)))
+        total += addend
+    tl.store(outputs + row * size + columns, total.to(outputs.dtype.element_ty), mask=mask)

@@ -1,0 +1,104 @@
+"""What the executor needs of vLLM: the seam between `VllmEngine` and `inflight.executor.vllm.internals`.
+
+Plain data and a protocol. Nothing here imports vLLM, so the engine is tested with a fake that passes the same contract
+as the real one (`tests/vllm/contract.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from inflight.executor.scheduler.sequence import TokenLogprobs
+
+
+class BackendLostError(Exception):
+    """vLLM's engine process has died. It serves nothing any more."""
+
+
+class RefusedError(Exception):
+    """vLLM refuses a request. The text is vLLM's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Properties of a started vLLM. `num_blocks` are the KV blocks that requests can use, of `block_size` tokens.
+
+    `dtype`, `weight_dtype` and `kv_cache_dtype` are names, such as `bfloat16`.
+    """
+
+    version: str
+    block_size: int
+    num_blocks: int
+    max_num_sequences: int
+    max_num_tokens: int
+    context_length: int
+    vocabulary_size: int
+    dtype: str
+    weight_dtype: str
+    kv_cache_dtype: str
+    device: str
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Produced:
+    """What a request got in a step, or in several whose output nobody took in between.
+
+    `logprobs` belong to `token_ids`, and are empty if none were asked for. `prompt_logprobs[i]` belongs to prompt token
+    `i + 1`. `finish_reason` is vLLM's: `stop`, `length`, `abort`, `error` or `repetition`; None: it goes on.
+    """
+
+    token_ids: tuple[int, ...]
+    num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """vLLM's scheduler after a step. `kv_usage` is the share of the KV blocks in use, 0 to 1.
+
+    The rest counts this step only: tokens of prompts that were computed, prompt tokens that were looked up and found in
+    the prefix cache, preemptions, and by position in a draft the tokens that were drafted and accepted.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    num_prompt_tokens: int = 0
+    num_query_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_preemptions: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
+
+
+class Backend(Protocol):
+    """A started vLLM. Everything happens on the event loop."""
+
+    @property
+    def facts(self) -> Facts:
+        """Its properties."""
+        ...
+
+    def watch_steps(self, on_step: Callable[[StepStats], None]) -> None:
+        """Calls `on_step` after every step, before the requests' own readers run."""
+        ...
+
+    def generate(
+        self, request_id: str, prompt_ids: list[int], parameters: Mapping[str, Any], cache_salt: str | None
+    ) -> AsyncIterator[Produced]:
+        """Generates with these keywords of `SamplingParams`. Closing the iterator, or cancelling its reader, aborts the
+        request, whose blocks are free after the next step. Raises `RefusedError` and `BackendLostError`."""
+        ...
+
+    async def wait_until_lost(self) -> None:
+        """Returns when the engine has died."""
+        ...
+
+    def close(self) -> None:
+        """Ends the engine."""
+        ...

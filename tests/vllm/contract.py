@@ -1,0 +1,174 @@
+"""What every `Backend` does: the real one is checked by `python -m tests.vllm.contract` in vLLM's own environment, the
+fake one by `test_contract.py`. Needs no pytest.
+
+Each function gets a backend without work, and leaves it so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from inflight.executor.vllm.backend import Backend, Produced, RefusedError, StepStats
+
+PROMPT = [11, 45, 7, 100, 23, 52, 81, 3, 64]
+GREEDY: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "ignore_eos": True,
+    "stop_token_ids": [],
+    "detokenize": False,
+}
+SMOLLM2_EOS = 2
+_numbers = iter(range(1_000_000))
+
+
+async def generated(
+    backend: Backend, prompt_ids: list[int], num_tokens: int, salt: str | None = None, **parameters: Any
+) -> list[Produced]:
+    """All that a request gets."""
+    keywords = {**GREEDY, "max_tokens": num_tokens, **parameters}
+    outputs: Any = backend.generate(f"contract-{next(_numbers)}", prompt_ids, keywords, salt)
+    async with aclosing(outputs):
+        return [produced async for produced in outputs]
+
+
+def tokens_of(outputs: list[Produced]) -> list[int]:
+    return [token_id for produced in outputs for token_id in produced.token_ids]
+
+
+async def ends_at_max_tokens(backend: Backend) -> None:
+    outputs = await generated(backend, PROMPT, 7)
+    assert len(tokens_of(outputs)) == 7
+    assert [one.finish_reason for one in outputs if one.finish_reason] == ["length"]
+    assert outputs[-1].finish_reason == "length"
+
+
+async def greedy_output_continues_from_any_place(backend: Backend) -> None:
+    whole = tokens_of(await generated(backend, PROMPT, 8))
+    assert tokens_of(await generated(backend, [*PROMPT, *whole[:5]], 3)) == whole[5:]
+
+
+async def stop_token_is_the_last(backend: Backend) -> None:
+    whole = tokens_of(await generated(backend, PROMPT, 6))
+    outputs = await generated(backend, PROMPT, 6, stop_token_ids=[whole[3]])
+    assert tokens_of(outputs) == whole[: whole.index(whole[3]) + 1]
+    assert outputs[-1].finish_reason == "stop"
+
+
+async def log_probabilities_belong_to_the_tokens(backend: Backend) -> None:
+    outputs = await generated(backend, PROMPT, 3, logprobs=2, prompt_logprobs=1)
+    rows = [(token_id, one) for out in outputs for token_id, one in zip(out.token_ids, out.logprobs, strict=True)]
+    assert len(rows) == 3
+    for token_id, row in rows:
+        assert row.rank == 1
+        assert row.top_ids[0] == token_id
+        assert len(row.top_ids) == len(row.top_logprobs) == 2
+        assert row.top_logprobs[0] == row.logprob <= 0
+        assert row.top_logprobs[0] >= row.top_logprobs[1]
+    assert sum(len(one.prompt_logprobs) for one in outputs) == len(PROMPT) - 1
+    assert all(len(row.top_ids) == 1 and row.rank >= 1 for row in outputs[0].prompt_logprobs)
+
+
+async def excluded_tokens_are_not_chosen(backend: Backend) -> None:
+    first, second = tokens_of(await generated(backend, PROMPT, 2))
+    for excluding in ({"logit_bias": {first: -100.0}}, {"_bad_words_token_ids": [[first]]}):
+        assert tokens_of(await generated(backend, PROMPT, 1, **excluding)) != [first]
+    two = tokens_of(await generated(backend, PROMPT, 2, _bad_words_token_ids=[[first, second]]))
+    assert two[0] == first
+    assert two[1] != second
+
+
+async def grammar_limits_the_output(backend: Backend) -> None:
+    """SmolLM2 on vLLM only."""
+    form = {"grammar": '%llguidance {}\nstart: "yes" | "no"'}
+    outputs = await generated(backend, PROMPT, 8, structured_outputs=form, stop_token_ids=[SMOLLM2_EOS])
+    assert outputs[-1].finish_reason == "stop"
+    assert tokens_of(outputs)[-1] == SMOLLM2_EOS
+    assert 1 < len(tokens_of(outputs)) < 5
+
+
+async def refusal_names_the_parameter(backend: Backend) -> None:
+    text = ""
+    try:
+        await generated(backend, PROMPT, 3, temperature=3.0)
+    except RefusedError as refused:
+        text = str(refused)
+    assert "temperature" in text
+
+
+async def prefix_is_found_again_with_its_salt(backend: Backend) -> None:
+    block_size = backend.facts.block_size
+    prompt = [1 + one % 200 for one in range(2 * block_size + 3)]
+    numbers = [
+        (await generated(backend, prompt, 1, salt, **more))[-1].num_cached_tokens
+        for salt, more in (("a", {}), ("a", {}), ("b", {}), ("a", {"skip_reading_prefix_cache": True}))
+    ]
+    assert numbers == [0, 2 * block_size, 0, 0]
+
+
+async def every_step_is_reported(backend: Backend) -> None:
+    steps: list[StepStats] = []
+    backend.watch_steps(steps.append)
+    await asyncio.gather(*(generated(backend, [*PROMPT, one], 4) for one in range(3)))
+    assert len(steps) >= 4
+    assert max(one.num_running for one in steps) <= backend.facts.max_num_sequences
+    assert all(0 <= one.kv_usage <= 1 for one in steps)
+    assert max(one.kv_usage for one in steps) > 0
+    assert sum(one.num_prompt_tokens for one in steps) > 0
+
+
+async def cancelled_request_leaves_nothing(backend: Backend) -> None:
+    steps: list[StepStats] = []
+    backend.watch_steps(steps.append)
+    begun = asyncio.Event()
+
+    async def read() -> None:
+        outputs: Any = backend.generate(f"contract-{next(_numbers)}", PROMPT, {**GREEDY, "max_tokens": 40}, None)
+        async with aclosing(outputs):
+            async for _ in outputs:
+                begun.set()
+
+    reader = asyncio.create_task(read())
+    await begun.wait()
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    assert reader.cancelled()
+    steps.clear()
+    await generated(backend, PROMPT, 3)
+    assert steps[-1].num_running == steps[-1].num_waiting == 0
+    assert steps[-1].kv_usage == 0
+
+
+CONTRACT: tuple[Callable[[Backend], Awaitable[None]], ...] = (
+    ends_at_max_tokens,
+    greedy_output_continues_from_any_place,
+    stop_token_is_the_last,
+    log_probabilities_belong_to_the_tokens,
+    excluded_tokens_are_not_chosen,
+    refusal_names_the_parameter,
+    prefix_is_found_again_with_its_salt,
+    every_step_is_reported,
+    cancelled_request_leaves_nothing,
+)
+
+
+async def check_vllm(arguments: list[str]) -> None:
+    """Checks the real backend, started with these flags of vLLM."""
+    from inflight.executor.vllm.internals import start_vllm
+
+    backend = await start_vllm(arguments)
+    try:
+        for rule in (*CONTRACT, grammar_limits_the_output):
+            await rule(backend)
+            print(f"ok {rule.__name__}", flush=True)
+    finally:
+        backend.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(check_vllm(sys.argv[1:]))

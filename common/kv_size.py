@@ -1,7 +1,9 @@
-"""Sizes of the KV pools, on an executor's device and in host memory. Pure; `inflight size` uses it as well."""
+"""Sizes of the KV pools, on an executor's device and in host memory, and of recurrent state. Pure; `inflight size` uses
+it as well."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from inflight.common.settings import SettingError
@@ -187,3 +189,82 @@ def num_host_kv_blocks(num_bytes: int, bytes_per_block: int, free_bytes: int) ->
             "are free beside the KV pool"
         )
     return num_blocks
+
+
+# Share of the cache that checkpoints take, and the most that slots take where the seats are not set.
+CHECKPOINTS_SHARE = 1 / 8
+SLOTS_SHARE = 1 / 2
+
+
+@dataclass(frozen=True, slots=True)
+class StateSize:
+    """Memory of a slot and of a checkpoint of recurrent state in all layers, and the tokens between two places where
+    one can be taken."""
+
+    slot_bytes: int
+    checkpoint_bytes: int
+    grid_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HybridSizes:
+    """The KV blocks and the recurrent state of an executor; `checkpoint_tokens` are the tokens between two places of
+    checkpoints."""
+
+    num_blocks: int
+    num_seats: int
+    num_slots: int
+    num_checkpoints: int
+    checkpoint_tokens: int
+
+
+def num_slots(num_seats: int) -> int:
+    """Returns how many sequences may have state. Those whose last step has not retired have some beside the seated
+    ones; more than these are waited for."""
+    return num_seats + blocks_for(num_seats, 8)
+
+
+def hybrid_sizes(
+    budget: KvBudget,
+    tokens_per_block: int,
+    bytes_per_block: int,
+    state: StateSize,
+    *,
+    context_length: int,
+    num_seats_set: int,
+    most_seats: int,
+    keeps_prefixes: bool,
+) -> HybridSizes:
+    """Divides the memory of the cache between KV and recurrent state. The seats are `num_seats_set`, or where that is 0
+    as many as the KV blocks are likely to fill, at most `most_seats`.
+
+    Raises:
+        SettingError: not even one block and the slots fit, or more is set than is free.
+    """
+    cache_bytes = int(budget.free_bytes * budget.fraction)
+    if budget.max_tokens:
+        cache_bytes = budget.max_tokens // tokens_per_block * bytes_per_block
+    seats = num_seats_set
+    if not seats:
+        seats = num_seats(cache_bytes // bytes_per_block, tokens_per_block, context_length, most_seats)
+        fitting = int(cache_bytes * SLOTS_SHARE) // state.slot_bytes
+        seats = seats if budget.max_tokens else max(1, min(seats, fitting * 8 // 9))
+    slots_bytes = num_slots(seats) * state.slot_bytes
+    left_bytes = cache_bytes if budget.max_tokens else cache_bytes - slots_bytes
+    checkpoint_tokens = math.lcm(state.grid_tokens, tokens_per_block)
+    num_checkpoints = 0
+    if keeps_prefixes:
+        most = left_bytes // bytes_per_block * tokens_per_block // checkpoint_tokens
+        num_checkpoints = max(0, min(most, int(left_bytes * CHECKPOINTS_SHARE) // state.checkpoint_bytes))
+    state_bytes = slots_bytes + num_checkpoints * state.checkpoint_bytes
+    if budget.max_tokens:
+        beside = KvBudget(budget.max_tokens, budget.free_bytes - state_bytes, budget.fraction)
+    else:
+        beside = KvBudget(0, cache_bytes - state_bytes, 1.0)
+    if beside.free_bytes < bytes_per_block:
+        raise SettingError(
+            f"the recurrent state of {seats} seats takes {slots_bytes} bytes and leaves no KV block: lower "
+            f"max_num_sequences, or free memory"
+        )
+    num_blocks = num_kv_blocks(beside, tokens_per_block, bytes_per_block)
+    return HybridSizes(num_blocks, seats, num_slots(seats), num_checkpoints, checkpoint_tokens)

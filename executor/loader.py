@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from inflight.common.kv_size import KvBudget, KvGroups, most_seats, num_host_kv_blocks, num_kv_blocks, num_seats
+from inflight.common.kv_size import (
+    KvBudget,
+    KvGroups,
+    StateSize,
+    hybrid_sizes,
+    most_seats,
+    num_host_kv_blocks,
+    num_kv_blocks,
+    num_seats,
+)
 from inflight.common.machine import num_available_memory_bytes
 from inflight.common.model_source import ModelSource, resolve_model
 from inflight.common.settings import SettingError
@@ -19,12 +28,13 @@ from inflight.executor.attention.gpu_host_tier import staging_bytes
 from inflight.executor.checkpoint.shards import WHOLE
 from inflight.executor.device import free_device_bytes
 from inflight.executor.engine.runner import StepSizes
-from inflight.executor.forward.forward import Forward
+from inflight.executor.forward.forward import Forward, StateMemory
 from inflight.executor.kv_groups import choose_kv_groups
 from inflight.executor.model.model import PagedModel
 from inflight.executor.parallel.leader import WorkerGroup
 from inflight.executor.ranks import check_devices, check_parallel, load_shard, open_group, threads_per_rank
-from inflight.executor.scheduler.limits import Batching, KvWindow, SchedulerLimits, SchedulerPolicy
+from inflight.executor.recurrent.mixer import StateSizes
+from inflight.executor.scheduler.limits import Batching, KvWindow, SchedulerLimits, SchedulerPolicy, StateLimits
 from inflight.executor.settings import ExecutorSettings
 
 log = logging.getLogger(__name__)
@@ -137,7 +147,10 @@ def _allocate(settings: ExecutorSettings, model: PagedModel, group: WorkerGroup 
     else:
         host_tier_bytes = staging_bytes(bytes_per_block, settings.kv_cache_host_memory_bytes // bytes_per_block)
         budget = (device_bytes - host_tier_bytes, settings.kv_cache_free_gpu_mem_fraction)
-    num_blocks = num_kv_blocks(KvBudget(settings.max_tokens_in_paged_kv_cache, *budget), block_size, bytes_per_block)
+    kv_budget = KvBudget(settings.max_tokens_in_paged_kv_cache, *budget)
+    if forward.states is not None:
+        return _allocate_hybrid(settings, model, limits, kv_budget, forward.states)
+    num_blocks = num_kv_blocks(kv_budget, block_size, bytes_per_block)
     groups = choose_kv_groups(settings, forward, limits, num_blocks)
     if groups is None:
         limits = _with_seats(settings, limits, num_blocks)
@@ -149,6 +162,47 @@ def _allocate(settings: ExecutorSettings, model: PagedModel, group: WorkerGroup 
     limits = replace(limits, num_host_blocks=num_host_blocks)
     model.allocate_kv(num_blocks, block_size, None if groups is None else groups.num_window_blocks)
     return num_blocks, limits
+
+
+def _allocate_hybrid(
+    settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits, budget: KvBudget, states: StateMemory
+) -> tuple[int, SchedulerLimits]:
+    """The same for a model with recurrent layers, whose state is a second kind of cache."""
+    if settings.kv_cache_host_memory_bytes:
+        raise SettingError(
+            "kv_cache_host_memory_bytes is for models without recurrent layers: host memory has no slots for their "
+            "state"
+        )
+    block_size = settings.tokens_per_block
+    sizes = hybrid_sizes(
+        budget,
+        block_size,
+        model.forward.layout.bytes_per_block(block_size),
+        StateSize(states.slot_bytes(limits.max_drafts), states.checkpoint_bytes, states.grid_tokens),
+        context_length=limits.context_length,
+        num_seats_set=settings.max_num_sequences,
+        most_seats=limits.max_num_sequences,
+        keeps_prefixes=limits.enable_prefix_cache,
+    )
+    if limits.enable_prefix_cache and not sizes.num_checkpoints:
+        log.warning("no prefix is reused, because there is no memory for a checkpoint of recurrent state")
+    states.reserve(StateSizes(sizes.num_slots, sizes.num_checkpoints, limits.max_drafts))
+    model.allocate_kv(sizes.num_blocks, block_size)
+    log.info(
+        "recurrent state: %d slots of %d bytes and %d checkpoints of %d bytes, at multiples of %d tokens",
+        sizes.num_slots,
+        states.slot_bytes(limits.max_drafts),
+        sizes.num_checkpoints,
+        states.checkpoint_bytes,
+        sizes.checkpoint_tokens,
+    )
+    return sizes.num_blocks, replace(
+        limits,
+        max_num_sequences=sizes.num_seats,
+        num_standby_sequences=_num_standby(settings, sizes.num_seats),
+        enable_prefix_cache=limits.enable_prefix_cache and sizes.num_checkpoints > 0,
+        states=StateLimits(sizes.num_slots, sizes.num_checkpoints, sizes.checkpoint_tokens),
+    )
 
 
 def _free_host_bytes(group: WorkerGroup | None) -> int:

@@ -18,7 +18,7 @@ VERSION = "1"
 HEADER = "Last-Event-ID"
 
 # More would make events longer than their content, and headers longer than servers accept.
-MAX_CHOICES = 8
+MAX_RESUMED_CHOICES = 8
 _ANSWER_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
 _GROUP = re.compile(
     r"([A-Za-z0-9._:-]{1,128}),([A-Za-z0-9_-]{1,2048}),([0-9]{1,9}),([0-9]{1,10}),(f?)"
@@ -55,7 +55,7 @@ class AnswerId:
 def event_id(answer: AnswerId, places: list[Place]) -> str:
     """Returns the id of an event after which the client is at these positions; empty if it would be too long, or if a
     resume token is not known yet."""
-    if len(places) > MAX_CHOICES or not all(place.resume_token for place in places):
+    if len(places) > MAX_RESUMED_CHOICES or not all(place.resume_token for place in places):
         return ""
     return "~".join((VERSION, answer.name, str(answer.created), *map(_group, places)))
 
@@ -63,7 +63,7 @@ def event_id(answer: AnswerId, places: list[Place]) -> str:
 def read_event_id(text: str) -> tuple[AnswerId, list[Place]]:
     """Parses an event id. Raises `ApiError`."""
     version, *rest = text.split("~")
-    if version != VERSION or len(rest) < 3 or len(rest) - 2 > MAX_CHOICES:
+    if version != VERSION or len(rest) < 3 or len(rest) - 2 > MAX_RESUMED_CHOICES:
         raise no_event_id()
     name, created, *groups = rest
     found = [_GROUP.fullmatch(group) for group in groups]

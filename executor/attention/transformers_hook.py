@@ -7,7 +7,7 @@ unchanged. So no state is global: a step carries its batch, KV and backend. A `P
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,13 +78,19 @@ class LayerProbe:
         )
         return torch.zeros_like(queries)
 
-    def layers(self, config: PretrainedConfig) -> tuple[Layer, ...]:
-        """Returns the layers in order, checked against the configuration."""
-        count = config.num_hidden_layers
-        if sorted(self._layers) != list(range(count)):
-            raise ModelError(f"{len(self._layers)} of {count} layers call attention")
-        layers = tuple(self._layers[i] for i in range(count))
-        for layer, is_sliding in zip(layers, _sliding_layers(config), strict=True):
+    def mix(self, layer: int, mixer: object, inputs: Tensor) -> Tensor:
+        """Passes a recurrent layer."""
+        return torch.zeros_like(inputs)
+
+    def layers(self, config: PretrainedConfig, recurrent: Container[int] = ()) -> tuple[Layer, ...]:
+        """Returns the layers in order without the recurrent ones, checked against the configuration."""
+        numbers = [number for number in range(config.num_hidden_layers) if number not in recurrent]
+        if sorted(self._layers) != numbers:
+            raise ModelError(f"{len(self._layers)} of {len(numbers)} layers call attention")
+        layers = tuple(self._layers[number] for number in numbers)
+        is_sliding_layer = _sliding_layers(config)
+        for number, layer in zip(numbers, layers, strict=True):
+            is_sliding = is_sliding_layer[number]
             if is_sliding and layer.scoring.sliding_window is None:
                 raise ModelError("its code does not pass the sliding window on to attention")
             if getattr(config, "attn_logit_softcapping", None) and layer.scoring.softcap is None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
+
+from inflight.executor.checkpoint.quantized_weight import FloatWeight, Matrix
 
 # The largest number of e4m3.
 LARGEST = 448.0
@@ -41,6 +44,17 @@ def round_rows(weight: Tensor) -> Fp8Weight:
     return Fp8Weight((numbers / scales[:, None]).to(torch.float8_e4m3fn), scales[None])
 
 
+def is_fp8_of_rows(weight: Matrix) -> TypeGuard[FloatWeight]:
+    """Returns whether a matrix of a checkpoint is in FP8 with scales of rows or larger parts, which `of_rows` takes."""
+    return isinstance(weight, FloatWeight) and weight.bits == 8 and weight.group_size >= weight.shape[1]
+
+
+def of_rows(weight: FloatWeight) -> Fp8Weight:
+    """Returns a matrix of a checkpoint with the same numbers, which it shares."""
+    one = weight.rows(0, weight.shape[0])
+    return Fp8Weight(one.codes.view(torch.float8_e4m3fn), one.scale.float().t().contiguous())
+
+
 def stacked(parts: Sequence[Fp8Weight]) -> Fp8Weight:
     """Returns matrices of the same inputs as one."""
     # torch concatenates no FP8 on some devices.
@@ -48,8 +62,10 @@ def stacked(parts: Sequence[Fp8Weight]) -> Fp8Weight:
     return Fp8Weight(numbers, torch.cat([part.scales for part in parts], 1))
 
 
-def unsupported_reason(weight: Tensor) -> str | None:
+def unsupported_reason(weight: Matrix) -> str | None:
     """Returns why a matrix cannot be multiplied in FP8; None if it can."""
     if any(size % MULTIPLE for size in weight.shape):
         return f"the sizes of a matrix, {list(weight.shape)}, are not multiples of {MULTIPLE}"
-    return None if bool(weight.isfinite().all()) else "a matrix has a number that is not finite"
+    if isinstance(weight, Tensor) and not bool(weight.isfinite().all()):
+        return "a matrix has a number that is not finite"
+    return None

@@ -6,20 +6,29 @@ its own kernels instead.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from inflight.executor.checkpoint.quantized_weight import PIECE_NUMBERS, QuantizedWeight
+from inflight.executor.checkpoint.quantized_weight import (
+    PIECE_NUMBERS,
+    Coded,
+    FloatWeight,
+    QuantizedWeight,
+    dense_matrix,
+)
 
 
 class QuantizedLinear(nn.Module):
-    """An `nn.Linear` with a `QuantizedWeight`."""
+    """An `nn.Linear` with a matrix of codes."""
 
-    def __init__(self, weight: QuantizedWeight, bias: nn.Parameter | None) -> None:
+    def __init__(self, weight: Coded, bias: nn.Parameter | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight, self.bias = weight, bias
+        self.weight: Coded = weight
+        self.bias = bias
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Computes `inputs @ weight.T + bias` with the weight rounded to the type of `inputs`."""
@@ -36,11 +45,34 @@ def is_quantized(network: nn.Module) -> bool:
     return any(isinstance(module, QuantizedLinear) for module in network.modules())
 
 
-def make_dense(network: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces the quantized layers by dense ones, one after the other."""
+def has_whole_numbers(network: nn.Module) -> bool:
+    """Returns whether a layer has a quantized weight of whole numbers."""
+    return any(
+        isinstance(module, QuantizedLinear) and isinstance(module.weight, QuantizedWeight)
+        for module in network.modules()
+    )
+
+
+def with_whole_numbers(network: nn.Module) -> None:
+    """Replaces weights of 4 bits that are floating-point numbers by whole numbers of 8 bits, which have the same
+    numbers, for products of whole numbers."""
+    for module in network.modules():
+        if isinstance(module, QuantizedLinear) and isinstance(module.weight, FloatWeight) and module.weight.bits == 4:
+            module.weight = module.weight.to_whole_numbers()
+
+
+def expand_fp8(network: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces layers in FP8 by dense ones."""
+    make_dense(network, dtype, lambda layer: isinstance(layer.weight, FloatWeight) and layer.weight.bits == 8)
+
+
+def make_dense(
+    network: nn.Module, dtype: torch.dtype, is_chosen: Callable[[QuantizedLinear], bool] = lambda layer: True
+) -> None:
+    """Replaces the quantized layers that are chosen by dense ones, one after the other."""
     for name, module in [*network.named_modules()]:
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLinear) and is_chosen(module):
             linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            linear.weight = nn.Parameter(module.weight.to_dense(dtype), requires_grad=False)
+            linear.weight = nn.Parameter(dense_matrix(module.weight, dtype), requires_grad=False)
             linear.bias = module.bias  # type: ignore[assignment]
             network.set_submodule(name, linear)

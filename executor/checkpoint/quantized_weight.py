@@ -1,6 +1,7 @@
-"""Matrices of whole numbers with scales, the one form in which quantized checkpoints of all formats are computed.
+"""Matrices of codes with scales, the two forms in which quantized checkpoints of all formats are computed.
 
-What a format cannot express in this form without a change of its numbers is not read into it.
+The codes are whole numbers, or numbers of a floating-point type of 8 or 4 bits. What a format cannot express in such a
+form without a change of its numbers is not read into it.
 """
 
 from __future__ import annotations
@@ -46,10 +47,7 @@ class QuantizedWeight:
 
     def free(self) -> None:
         """Frees the memory of the numbers, whatever refers to them. They must not be read any more."""
-        for part in (self.codes, self.scale, self.offset):
-            storage = part.untyped_storage()
-            if storage.resizable():
-                storage.resize_(0)
+        _free((self.codes, self.scale, self.offset))
 
     def rows(self, start: int, end: int) -> QuantizedWeight:
         """Returns the rows `[start, end)` as views."""
@@ -68,22 +66,108 @@ class QuantizedWeight:
         ordered[:, self.column_order.long()] = dense
         return ordered
 
-    def to_dense(self, dtype: torch.dtype) -> Tensor:
-        """Returns the dense matrix, rounded once to `dtype`. Little of it is in float32 at a time."""
-        dense = torch.empty(self.shape, dtype=dtype)
-        num_rows = max(1, PIECE_NUMBERS // self.shape[1])
-        for start in range(0, self.shape[0], num_rows):
-            dense[start : start + num_rows] = self.rows(start, start + num_rows).dequantized()
-        return dense
+    def to(self, device: torch.device) -> QuantizedWeight:
+        """Returns the matrix on a device."""
+        codes, scale, offset = (part.to(device) for part in (self.codes, self.scale, self.offset))
+        order = None if self.column_order is None else self.column_order.to(device)
+        return replace(self, codes=codes, scale=scale, offset=offset, column_order=order)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FloatWeight:
+    """A matrix of numbers of 8 bits (e4m3, "FP8") or 4 bits (e2m1, "FP4") with a scale per group of input columns.
+
+    weight[o, i] = numbers[o, i] * (scale[o // row_block, i // group_size] * factor[o]), in float32.
+    `codes` holds their bits: uint8 [out, in] for 8 bits, or [out, in / 2] for 4 bits, in pairs as in `QuantizedWeight`.
+    None of them is NaN. `scale` is float32, float8_e4m3fn (NVFP4) or float8_e8m0fnu (MXFP4), a power of two, of the
+    shape [ceil(out / row_block), ceil(in / group_size)]. `factor` is float32 [out]; None stands for 1.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    # 4 or 8.
+    bits: int
+    # A power of two from 16 on, or the whole row. The last group of a row may be smaller.
+    group_size: int
+    # Rows that share a scale.
+    row_block: int = 1
+    factor: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[out, in]`, as of the dense matrix."""
+        return torch.Size((self.codes.shape[0], self.codes.shape[1] * 8 // self.bits))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of codes, scales and factors."""
+        return sum(part.numel() * part.element_size() for part in self._parts)
+
+    @property
+    def _parts(self) -> tuple[Tensor, ...]:
+        return (self.codes, self.scale) if self.factor is None else (self.codes, self.scale, self.factor)
+
+    @property
+    def numbers(self) -> Tensor:
+        """The numbers without scales in float32, `[out, in]`."""
+        if self.bits == 8:
+            return self.codes.view(torch.float8_e4m3fn).float()
+        return torch.tensor(FP4_NUMBERS, device=self.codes.device)[unpack_halves(self.codes).int()]
+
+    def free(self) -> None:
+        """Frees the memory of the numbers, whatever refers to them. They must not be read any more."""
+        _free(self._parts)
+
+    def rows(self, start: int, end: int) -> FloatWeight:
+        """Returns the rows `[start, end)`, each with scales of its own."""
+        factor = None if self.factor is None else self.factor[start:end]
+        codes, scale = self.codes[start:end], self.scale[start:end]
+        if self.row_block > 1:
+            rows = torch.arange(start, start + len(codes), device=codes.device) // self.row_block
+            scale = self.scale[rows]
+        return replace(self, codes=codes, scale=scale, factor=factor, row_block=1)
+
+    def dequantized(self) -> Tensor:
+        """Returns the dense matrix in float32: for each number a product with the scale, rounded."""
+        one = self.rows(0, self.shape[0])
+        scale = one.scale.float() if one.factor is None else one.scale.float() * one.factor[:, None]
+        return one.numbers.mul_(scale.repeat_interleave(self.group_size, 1)[:, : self.shape[1]])
+
+    def to(self, device: torch.device) -> FloatWeight:
+        """Returns the matrix on a device."""
+        factor = None if self.factor is None else self.factor.to(device)
+        return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), factor=factor)
+
+    def to_whole_numbers(self) -> QuantizedWeight:
+        """Returns a matrix of 4 bits with codes of 8 bits that are whole numbers, which has the same numbers: twice a
+        number is one, and half a scale is exact.
+
+        Its scales must be of whole groups."""
+        assert self.bits == 4
+        one = self.rows(0, self.shape[0])
+        scale = one.scale.float() if one.factor is None else one.scale.float() * one.factor[:, None]
+        codes = torch.tensor([round(2 * number) + 128 for number in FP4_NUMBERS], dtype=torch.uint8)
+        scale = scale / 2
+        return QuantizedWeight(codes[unpack_halves(self.codes).int()], scale, -128 * scale, 8, self.group_size)
+
+
+# A matrix that stays as a checkpoint has it.
+Coded = QuantizedWeight | FloatWeight
 # A matrix of a layer as a checkpoint has it.
-Matrix = Tensor | QuantizedWeight
+Matrix = Tensor | Coded
+# The numbers of e2m1 by their codes.
+FP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def dense_matrix(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """Returns the numbers of a matrix in `dtype`."""
-    return matrix.to_dense(dtype) if isinstance(matrix, QuantizedWeight) else matrix.detach().to(dtype)
+    """Returns the numbers of a matrix, rounded once to `dtype`. Of codes little is in float32 at a time."""
+    if isinstance(matrix, Tensor):
+        return matrix.detach().to(dtype)
+    dense = torch.empty(matrix.shape, dtype=dtype, device=matrix.codes.device)
+    num_rows = max(1, PIECE_NUMBERS // matrix.shape[1])
+    for start in range(0, matrix.shape[0], num_rows):
+        dense[start : start + num_rows] = matrix.rows(start, start + num_rows).dequantized()
+    return dense
 
 
 def pack_halves(codes: Tensor) -> Tensor:
@@ -94,3 +178,10 @@ def pack_halves(codes: Tensor) -> Tensor:
 def unpack_halves(packed: Tensor) -> Tensor:
     """Returns the codes `[..., in]` of pairs `[..., in / 2]`."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+def _free(parts: tuple[Tensor, ...]) -> None:
+    for part in parts:
+        storage = part.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)

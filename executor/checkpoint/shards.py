@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from inflight.common.kv_size import kv_heads_of_rank, numbers_of_ranks
 from inflight.common.model_files.layer_sizes import PART_COLUMNS, PART_INNER_COLUMNS, columns_of_rank
 from inflight.executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights, LayerWeights
-from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
+from inflight.executor.checkpoint.quantized_weight import FloatWeight, Matrix, QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,5 +232,9 @@ def _tensors(weights: DecoderWeights) -> Iterator[Tensor]:
 def _numbers(matrix: Matrix) -> Iterator[Tensor]:
     if isinstance(matrix, QuantizedWeight):
         yield from (matrix.codes.to(torch.int16), matrix.scale, matrix.offset)
+    elif isinstance(matrix, FloatWeight):
+        yield from (matrix.codes.to(torch.int16), matrix.scale.float())
+        if matrix.factor is not None:
+            yield matrix.factor
     else:
         yield matrix

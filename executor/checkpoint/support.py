@@ -12,10 +12,12 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
+from inflight.common.model_files.recurrent import RECURRENT_LAYERS
 from inflight.common.model_source import OWN_CODE, ModelError
 from inflight.executor.checkpoint.longrope import longrope_obstacles
 
-# Attention kinds that a layer may have; other kinds keep state other than keys and values.
+# Attention kinds that a layer may have; other kinds keep state other than keys and values. Of these, executors have
+# slots for RECURRENT_LAYERS.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Their frequencies depend on the longest sequence in a batch, so a token's result would depend on the other sequences.
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic"})
@@ -60,7 +62,11 @@ def _configuration_obstacles(text_config: PretrainedConfig, config: PretrainedCo
         yield "it adds ALiBi biases to attention scores"
     if getattr(text_config, "kv_lora_rank", None):
         yield "it uses multi-head latent attention"
-    layer_types = set(getattr(text_config, "layer_types", None) or ()) - LAYER_TYPES
+    layer_types = set(getattr(text_config, "layer_types", None) or ())
+    recurrent = RECURRENT_LAYERS.get(str(text_config.model_type), frozenset())
+    if layer_types and not layer_types - recurrent:
+        yield "none of its layers is attention"
+    layer_types -= LAYER_TYPES | recurrent
     if layer_types:
         yield f"it has {', '.join(sorted(layer_types))} layers"
     rope_types = _rope_types(getattr(text_config, "rope_parameters", None)) & BATCH_DEPENDENT_ROPE
@@ -70,11 +76,13 @@ def _configuration_obstacles(text_config: PretrainedConfig, config: PretrainedCo
 
 
 def _network_obstacles(network: PreTrainedModel) -> Iterator[str]:
-    # transformers sets these two by class and uses them for the same decision.
-    if not getattr(network, "_supports_attention_backend", False):
-        yield "its code does not call attention through transformers' attention interface"
-    if getattr(network, "_is_stateful", False):
-        yield "it keeps state other than keys and values"
+    # transformers sets these two by class and uses them for the same decision. Of models with recurrent layers of its
+    # own it does not say the first, and the layers are replaced.
+    if network.config.get_text_config(decoder=True).model_type not in RECURRENT_LAYERS:
+        if not getattr(network, "_supports_attention_backend", False):
+            yield "its code does not call attention through transformers' attention interface"
+        if getattr(network, "_is_stateful", False):
+            yield "it keeps state other than keys and values"
     if "logits_to_keep" not in inspect.signature(network.forward).parameters:
         yield "its forward cannot compute the logits of chosen tokens only"
 

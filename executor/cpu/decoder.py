@@ -168,7 +168,7 @@ class NativeDecoder:
             for first, matrix in _with_first_columns(matrices):
                 self._pack_matrix(layer, part, first, matrix)
             for matrix in matrices if frees_quantized else ():
-                if isinstance(matrix, QuantizedWeight):
+                if not isinstance(matrix, Tensor):
                     matrix.free()
             if frees_quantized and part is Packed.DOWN:
                 return_free_memory()

@@ -62,9 +62,9 @@ class Awq:
     group_size: int
 
     @property
-    def marker(self) -> str:
-        """The tensor that a quantized layer has."""
-        return "qweight"
+    def markers(self) -> tuple[str, ...]:
+        """The tensors of which a quantized layer has one."""
+        return ("qweight",)
 
     @property
     def description(self) -> str:

@@ -1,19 +1,24 @@
-"""Checkpoints of compressed-tensors (llm-compressor) whose weights alone are quantized.
+"""Checkpoints of compressed-tensors (llm-compressor).
 
 A linear layer has, besides `weight_scale`:
 
     pack-quantized                      weight_packed int32 [out, in * bits / 32], and mostly weight_shape
     int-quantized, naive-quantized      weight int8 [out, in]
     float-quantized, naive-quantized    weight float8_e4m3fn [out, in]
+    nvfp4-pack-quantized                weight_packed uint8 [out, in / 2], and weight_global_scale, one number
+    mxfp4-pack-quantized                weight_packed uint8 [out, in / 2]
 
-`weight_scale` is `[out, groups]`, `[out, 1]` for channels or `[1]` for the whole tensor. The weight is `scale * (code -
-zero)`. Packed codes are those of int8 plus half their range, the lowest bits first, and so are zeros: if the scheme is
-not symmetric, `weight_zero_point` is packed along the outputs, or of int8 where the weight is.
+`weight_scale` is `[out, groups]`, `[out, 1]` for channels, `[1]` for the whole tensor, and for FP8 also
+`[ceil(out / rows), ceil(in / columns)]` for blocks. It is float8_e4m3fn in NVFP4, which divides it by the global scale,
+and in MXFP4 uint8 with the exponent of 2 plus 127. The weight is `scale * number`, or `scale * (code - zero)`. Packed
+codes are those of int8 plus half their range, the lowest bits first, and so are zeros: if the scheme is not symmetric,
+`weight_zero_point` is packed along the outputs, or of int8 where the weight is.
+
+Activations may be quantized too, in the type of the weights. Their scales have no effect, because they are not rounded.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,21 +29,49 @@ import torch
 from torch import Tensor
 
 from inflight.common.model_source import ModelError
-from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
-from inflight.executor.formats.layer_tensors import INDEX_DTYPES, SCALE_DTYPES, LayerTensors, as_bytes, unpacked
-from inflight.executor.formats.quantization_config import ANY, check_fields, required, whole_number
-
-log = logging.getLogger(__name__)
+from inflight.executor.checkpoint.quantized_weight import Coded, FloatWeight, QuantizedWeight
+from inflight.executor.formats.layer_tensors import (
+    ACTIVATION_SCALES,
+    INDEX_DTYPES,
+    SCALE_DTYPES,
+    SHAPES_OF_ONE,
+    LayerTensors,
+    as_bytes,
+    unpacked,
+)
+from inflight.executor.formats.quantization_config import (
+    ANY,
+    MIN_BLOCK_COLUMNS,
+    block_of,
+    check_fields,
+    required,
+    whole_number,
+)
 
 WHAT = "compressed-tensors checkpoint"
-PACKED, INT, FLOAT, NAIVE, MIXED = (
+PACKED, INT, FLOAT, NAIVE, NVFP4, MXFP4, MIXED = (
     "pack-quantized",
     "int-quantized",
     "float-quantized",
     "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
     "mixed-precision",
 )
-FORMATS = (PACKED, INT, FLOAT, NAIVE)
+# The types and bits of weights in each format.
+KINDS: Mapping[str, tuple[tuple[str, int], ...]] = {
+    PACKED: (("int", 4), ("int", 8)),
+    INT: (("int", 8),),
+    FLOAT: (("float", 8),),
+    NAIVE: (("int", 8), ("float", 8)),
+    NVFP4: (("float", 4),),
+    MXFP4: (("float", 4),),
+}
+FORMATS = tuple(KINDS)
+# Of MXFP4.
+NAN_EXPONENT = 255
+# Strategies of FP4, and the sizes of its groups.
+FP4 = {NVFP4: ("tensor_group", 16), MXFP4: ("group", 32)}
 _CONFIG_FIELDS: Mapping[str, Any] = {
     "quant_method": ("compressed-tensors",),
     "format": (*FORMATS, MIXED),
@@ -48,13 +81,16 @@ _CONFIG_FIELDS: Mapping[str, Any] = {
     "global_compression_ratio": ANY,
     "version": ANY,
     "sparsity_config": ({"format": "dense"},),
+    # The KV cache has a type of its own here, `kv_cache_dtype`.
+    "kv_cache_scheme": ANY,
 }
-_GROUP_FIELDS: Mapping[str, Any] = {"targets": ANY, "weights": ANY, "format": FORMATS}
+_GROUP_FIELDS: Mapping[str, Any] = {"targets": ANY, "weights": ANY, "input_activations": ANY, "format": FORMATS}
 _WEIGHT_FIELDS: Mapping[str, Any] = {
     "num_bits": (4, 8),
     "type": ("int", "float"),
     "symmetric": (True, False),
-    "strategy": ("tensor", "channel", "group"),
+    "strategy": ("tensor", "channel", "group", "block", "tensor_group"),
+    "block_structure": ANY,
     "group_size": ANY,
     "dynamic": (False,),
     "actorder": ("group", "weight", "static", "dynamic", False),
@@ -71,6 +107,8 @@ class Strategy(StrEnum):
     TENSOR = "tensor"
     CHANNEL = "channel"
     GROUP = "group"
+    BLOCK = "block"
+    TENSOR_GROUP = "tensor_group"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +122,7 @@ class Scheme:
     is_symmetric: bool
     strategy: Strategy
     group_size: int
+    block: tuple[int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +132,25 @@ class CompressedTensors:
     schemes: tuple[Scheme, ...]
 
     @property
-    def marker(self) -> str:
-        """The tensor that a quantized layer has."""
-        return "weight_scale"
+    def markers(self) -> tuple[str, ...]:
+        """The tensors of which a quantized layer has one."""
+        return ("weight_scale",)
 
     @property
     def description(self) -> str:
         """The encoding in words."""
         return "compressed-tensors, " + ", ".join(f"{scheme.form} of {scheme.bits} bits" for scheme in self.schemes)
 
-    def read(self, layer: LayerTensors) -> Matrix:
-        """Returns the matrix of a layer: dense in float32 for FP8, whose numbers are not evenly spaced."""
+    def read(self, layer: LayerTensors) -> Coded:
+        """Returns the matrix of a layer."""
         scheme = next((scheme for scheme in self.schemes if _targets(scheme, layer.layer)), None)
         if scheme is None:
             raise ModelError(f"{WHAT}: {layer.layer} has a scale, but no group of the configuration names it")
+        layer.check_activation_scales()
+        if scheme.form in FP4:
+            return _read_fp4(scheme, layer)
         if scheme.is_float:
-            return _read_float(scheme, layer)
+            return _read_fp8(scheme, layer)
         return _read_packed(scheme, layer) if scheme.form == PACKED else _read_int(scheme, layer)
 
 
@@ -118,17 +160,16 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> CompressedTensors:
     groups = required(WHAT, config, "config_groups")
     if not isinstance(groups, dict) or not groups:
         raise ModelError(f"{WHAT}: config_groups is not an object with groups")
-    schemes = tuple(_scheme(f"{WHAT}: {name}", group, config.get("format")) for name, group in groups.items())
-    if any(scheme.is_float for scheme in schemes):
-        log.warning("FP8 weights are kept as dense matrices: they take the memory of an unquantized model")
-    return CompressedTensors(schemes)
+    return CompressedTensors(
+        tuple(_scheme(f"{WHAT}: {name}", group, config.get("format")) for name, group in groups.items())
+    )
 
 
 def _scheme(what: str, group: Any, form: str | None) -> Scheme:
     if not isinstance(group, dict):
         raise ModelError(f"{what} is not an object")
     check_fields(what, group, _GROUP_FIELDS)
-    weights = required(what, group, "weights")
+    weights, activations, name = required(what, group, "weights"), group.get("input_activations"), what
     what += ".weights"
     check_fields(what, weights, _WEIGHT_FIELDS)
     bits, kind = whole_number(what, weights, "num_bits"), weights.get("type", "int")
@@ -137,9 +178,10 @@ def _scheme(what: str, group: Any, form: str | None) -> Scheme:
     strategy = weights.get("strategy") or (Strategy.GROUP if group_size > 0 else Strategy.TENSOR)
     if strategy == Strategy.GROUP and (not isinstance(group_size, int) or group_size < 1):
         raise ModelError(f"{what}: group_size {group_size} is not positive")
-    kinds = {PACKED: ("int",), INT: ("int",), FLOAT: ("float",), NAIVE: ("int", "float")}.get(str(form), ())
-    if kind not in kinds or (form != PACKED and bits != 8):
+    if (kind, bits) not in KINDS.get(str(form), ()):
         raise ModelError(f"{what}: {bits} bits of type {kind} in the format {form} are not supported")
+    _check_strategy(what, strategy, str(form), kind, group_size)
+    _check_activations(name, activations, kind, str(form))
     return Scheme(
         tuple(map(str, group.get("targets") or ())),
         str(form),
@@ -148,7 +190,31 @@ def _scheme(what: str, group: Any, form: str | None) -> Scheme:
         bool(weights.get("symmetric", True)),
         Strategy(strategy),
         group_size,
+        block_of(what, "block_structure", weights.get("block_structure")) if strategy == Strategy.BLOCK else None,
     )
+
+
+def _check_strategy(what: str, strategy: str, form: str, kind: str, group_size: int) -> None:
+    """Raises `ModelError` for scales that the format has not."""
+    is_fp8, is_right = kind == "float" and form not in FP4, True
+    if form in FP4:
+        is_right = (strategy, group_size) == FP4[form]
+    elif strategy == Strategy.BLOCK:
+        is_right = is_fp8
+    elif strategy == Strategy.GROUP and is_fp8:
+        is_right = group_size >= MIN_BLOCK_COLUMNS and not group_size & (group_size - 1)
+    elif strategy == Strategy.TENSOR_GROUP:
+        is_right = False
+    if not is_right:
+        raise ModelError(f"{what}: strategy {strategy!r} with groups of {group_size} in {form} is not supported")
+
+
+def _check_activations(what: str, activations: Any, kind: str, form: str) -> None:
+    """Raises `ModelError` for activations that are quantized in another type than the weights."""
+    if activations is None:
+        return
+    if form == PACKED or not isinstance(activations, dict) or activations.get("type", "int") != kind:
+        raise ModelError(f"{what}: input_activations is not supported (it is {str(activations)[:100]})")
 
 
 def _targets(scheme: Scheme, layer: str) -> bool:
@@ -183,7 +249,7 @@ def _read_packed(scheme: Scheme, layer: LayerTensors) -> QuantizedWeight:
 
 
 def _read_int(scheme: Scheme, layer: LayerTensors) -> QuantizedWeight:
-    layer.check_names(("weight", "weight_scale"), ("weight_zero_point",))
+    layer.check_names(("weight", "weight_scale"), ("weight_zero_point", *ACTIVATION_SCALES))
     numbers = layer.get("weight", (torch.int8,), (layer.out_features, layer.in_features))
     scale = _scale(scheme, layer)
     zeros = torch.full_like(scale, 128.0, dtype=torch.float32)
@@ -193,12 +259,30 @@ def _read_int(scheme: Scheme, layer: LayerTensors) -> QuantizedWeight:
     return layer.weight(numbers.contiguous().view(torch.uint8) ^ 0x80, scale, zeros, 8)
 
 
-def _read_float(scheme: Scheme, layer: LayerTensors) -> Tensor:
-    layer.check_names(("weight", "weight_scale"))
-    numbers = layer.get("weight", (torch.float8_e4m3fn,), (layer.out_features, layer.in_features))
-    scale = _scale(scheme, layer).float()
-    groups: Tensor = numbers.float().unflatten(1, (scale.shape[1], -1))
-    return groups.mul_(scale[..., None]).flatten(1)
+def _read_fp8(scheme: Scheme, layer: LayerTensors) -> FloatWeight:
+    layer.check_names(("weight", "weight_scale"), ACTIVATION_SCALES)
+    if scheme.block is not None:
+        return layer.fp8_in_blocks("weight_scale", scheme.block)
+    if scheme.strategy == Strategy.GROUP:
+        scale = layer.finite("weight_scale", SCALE_DTYPES, *_scale_shapes(scheme, layer))
+        return layer.fp8(scale.float(), group_size=scheme.group_size)
+    return layer.fp8_of_rows("weight_scale", *_scale_shapes(scheme, layer))
+
+
+def _read_fp4(scheme: Scheme, layer: LayerTensors) -> FloatWeight:
+    shape = layer.out_features, layer.num_groups(scheme.group_size)
+    if scheme.form == MXFP4:
+        layer.check_names(("weight_packed", "weight_scale"), ACTIVATION_SCALES)
+        exponents = layer.get("weight_scale", (torch.uint8,), shape)
+        if bool((exponents == NAN_EXPONENT).any()):
+            raise ModelError(f"{layer.layer}.weight_scale has scales that are not finite")
+        return layer.fp4("weight_packed", exponents.contiguous().view(torch.float8_e8m0fnu), scheme.group_size)
+    layer.check_names(("weight_packed", "weight_scale", "weight_global_scale"), ACTIVATION_SCALES)
+    scale = layer.finite("weight_scale", (torch.float8_e4m3fn,), shape)
+    divisor = layer.finite("weight_global_scale", (torch.float32,), *SHAPES_OF_ONE)
+    if not bool((divisor > 0).all()):
+        raise ModelError(f"{layer.layer}.weight_global_scale is not positive")
+    return layer.fp4("weight_packed", scale, scheme.group_size, 1 / divisor)
 
 
 def _scale(scheme: Scheme, layer: LayerTensors) -> Tensor:
@@ -209,6 +293,6 @@ def _scale(scheme: Scheme, layer: LayerTensors) -> Tensor:
 
 def _scale_shapes(scheme: Scheme, layer: LayerTensors) -> tuple[tuple[int, ...], ...]:
     if scheme.strategy == Strategy.TENSOR:
-        return (1,), (), (1, 1)
+        return SHAPES_OF_ONE
     num_groups = layer.num_groups(scheme.group_size) if scheme.strategy == Strategy.GROUP else 1
     return ((layer.out_features, num_groups),)

@@ -22,9 +22,11 @@ from inflight.executor.checkpoint.quantized_weight import Matrix
 from inflight.executor.formats.auto_round import read_auto_round
 from inflight.executor.formats.awq import read_awq
 from inflight.executor.formats.compressed_tensors import read_compressed_tensors
+from inflight.executor.formats.fp8 import read_fp8
 from inflight.executor.formats.gptq import read_gptq
 from inflight.executor.formats.layer_tensors import LayerTensors
-from inflight.executor.formats.network import empty_network, fill, linear_layers, placed
+from inflight.executor.formats.modelopt import read_modelopt
+from inflight.executor.formats.network import empty_network, end_weights, fill, linear_layers, placed
 
 # Buffers that older checkpoints contain and that follow from the configuration.
 IGNORED_SUFFIXES = (
@@ -34,14 +36,16 @@ IGNORED_SUFFIXES = (
     ".attn.bias",
     ".attn.masked_bias",
 )
+# Scales for an FP8 KV cache. It has scales of its own here, one for each token and head.
+KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 
 
 class Format(Protocol):
     """How the layers of a checkpoint are encoded."""
 
     @property
-    def marker(self) -> str:
-        """The tensor that a quantized layer has."""
+    def markers(self) -> tuple[str, ...]:
+        """The tensors of which a quantized layer has one."""
 
     @property
     def description(self) -> str:
@@ -55,7 +59,10 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "auto-round": read_auto_round,
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
     "gptq": read_gptq,
+    "modelopt": read_modelopt,
+    "modelopt_fp4": read_modelopt,
 }
 
 
@@ -66,8 +73,8 @@ def quantization_of(folder: Path) -> Mapping[str, Any] | None:
     if not fields and (legacy := read_json(folder / "quantize_config.json")):
         fields = {"quant_method": "gptq"} | legacy
     if not fields and (model_opt := read_json(folder / "hf_quant_config.json").get("quantization")):
-        algorithms = {name: model_opt.get(name) for name in ("quant_algo", "kv_cache_quant_algo")}
-        fields = {"quant_method": "modelopt", **algorithms} if any(algorithms.values()) else None
+        algorithms = [model_opt.get(name) for name in ("quant_algo", "kv_cache_quant_algo")]
+        fields = {"quant_method": "modelopt"} | model_opt if any(algorithms) else None
     if fields is None or isinstance(fields, dict):
         return fields or None
     raise ModelError(f"{folder / 'config.json'}: quantization_config is not an object")
@@ -77,10 +84,7 @@ def format_of(quantization: Mapping[str, Any]) -> Format:
     """Returns how a checkpoint with this quantization is encoded. Raises `ModelError` if it is not supported."""
     method = str(quantization.get("quant_method"))
     if method not in _READERS:
-        kv_cache = quantization.get("kv_cache_quant_algo")
-        algorithm = quantization.get("quant_algo") or (f"KV cache {kv_cache}" if kv_cache else None)
-        named = f"{method!r} ({algorithm})" if algorithm else repr(method)
-        raise ModelError(f"quantization method {named} is not supported; only {', '.join(sorted(_READERS))}")
+        raise ModelError(f"quantization method {method!r} is not supported; only {', '.join(sorted(_READERS))}")
     return _READERS[method](quantization)
 
 
@@ -100,7 +104,7 @@ def load_folder(
     for path in (folder / name for name in weight_files(folder)):
         with safe_open(path, framework="pt") as file:
             file_of |= dict.fromkeys(file.keys(), path)
-    fill(network, placed(_weights(network, form, file_of), dtype, device))
+    fill(network, placed(_weights(network, form, file_of), dtype, device, end_weights(network)))
     return network
 
 
@@ -108,7 +112,7 @@ def _weights(network: PreTrainedModel, form: Format, file_of: Mapping[str, Path]
     """Yields the parameters of the network by name."""
     leaves: defaultdict[str, list[str]] = defaultdict(list)
     for name in file_of:
-        if not name.endswith(IGNORED_SUFFIXES):
+        if not name.endswith((*IGNORED_SUFFIXES, *KV_SCALES)):
             layer, _, leaf = name.rpartition(".")
             leaves[layer].append(leaf)
 
@@ -122,7 +126,7 @@ def _weights(network: PreTrainedModel, form: Format, file_of: Mapping[str, Path]
     linears = linear_layers(network)
     num_quantized = 0
     for layer, names in leaves.items():
-        if form.marker not in names or layer not in linears:
+        if layer not in linears or not any(marker in names for marker in form.markers):
             for leaf in names:
                 yield f"{layer}.{leaf}", tensor(layer, leaf)
             continue
@@ -133,4 +137,4 @@ def _weights(network: PreTrainedModel, form: Format, file_of: Mapping[str, Path]
             yield f"{layer}.bias", tensor(layer, "bias")
         yield f"{layer}.weight", form.read(LayerTensors(layer, tensors, linear.out_features, linear.in_features))
     if not num_quantized:
-        raise ModelError(f"no layer of the model is quantized: none has a tensor {form.marker}")
+        raise ModelError(f"no layer of the model is quantized: none has a tensor {' or '.join(form.markers)}")

@@ -89,9 +89,9 @@ class Gptq:
     stores_zeros_less_one: bool
 
     @property
-    def marker(self) -> str:
-        """The tensor that a quantized layer has."""
-        return "qweight"
+    def markers(self) -> tuple[str, ...]:
+        """The tensors of which a quantized layer has one."""
+        return ("qweight",)
 
     @property
     def description(self) -> str:

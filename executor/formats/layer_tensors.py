@@ -9,11 +9,16 @@ import torch
 from torch import Tensor
 
 from inflight.common.model_source import ModelError
-from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves, unpack_halves
+from inflight.executor.checkpoint.quantized_weight import FloatWeight, QuantizedWeight, pack_halves, unpack_halves
 
 # Group sizes that a matrix may have beside its whole rows. Larger groups are divided into groups of the last one.
 GROUP_SIZES = (16, 32, 64, 128)
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# Of the scales of activations and of the KV cache. Products read activations as they are (docs/models.md).
+ACTIVATION_SCALES = ("input_scale", "input_zero_point", "input_global_scale", "activation_scale")
+# The bits of a number of e4m3 without its sign, and those of NaN.
+FP8_MAGNITUDE = FP8_NAN = 0x7F
+SHAPES_OF_ONE = (1,), (), (1, 1)
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -46,6 +51,47 @@ class LayerTensors:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise ModelError(f"{self.layer}.{name} has the shape {list(tensor.shape)} instead of {wanted}")
         return tensor
+
+    def finite(self, name: str, dtypes: Collection[torch.dtype], *shapes: tuple[int, ...]) -> Tensor:
+        """Returns scales like `get`. None is NaN or infinite."""
+        scale = self.get(name, dtypes, *shapes)
+        if not torch.isfinite(scale.float()).all():
+            raise ModelError(f"{self.layer}.{name} has scales that are not finite")
+        return scale
+
+    def check_activation_scales(self) -> None:
+        """Raises `ModelError` if the scales of activations, which are not used, are none."""
+        for name in ACTIVATION_SCALES:
+            if name in self.tensors and not torch.isfinite(self.tensors[name].float()).all():
+                raise ModelError(f"{self.layer}.{name} has scales that are not finite")
+
+    def fp8(self, scale: Tensor, row_block: int = 1, group_size: int | None = None) -> FloatWeight:
+        """Returns the matrix of `weight` in FP8 with scales of a type and shape of `FloatWeight`; of whole rows without
+        a size of groups."""
+        numbers = self.get("weight", (torch.float8_e4m3fn,), (self.out_features, self.in_features))
+        codes = numbers.contiguous().view(torch.uint8)
+        if bool(((codes & FP8_MAGNITUDE) == FP8_NAN).any()):
+            raise ModelError(f"{self.layer}.weight has numbers that are not finite (NaN)")
+        return FloatWeight(codes, scale.contiguous(), 8, group_size or self.in_features, row_block)
+
+    def fp8_of_rows(self, name: str, *shapes: tuple[int, ...]) -> FloatWeight:
+        """Returns the matrix of `weight` in FP8 with the scale `name` of each row, or one of all."""
+        scale = self.finite(name, SCALE_DTYPES, *shapes).float()
+        return self.fp8(scale.reshape(-1, 1).expand(self.out_features, 1))
+
+    def fp8_in_blocks(self, name: str, block: tuple[int, int]) -> FloatWeight:
+        """Returns the matrix of `weight` in FP8 with the scale `name` of each block of rows and columns. The last ones
+        may be smaller."""
+        rows, columns = (-(-size // of) for size, of in zip((self.out_features, self.in_features), block, strict=True))
+        shapes = (rows, columns), (rows, 1, columns, 1)
+        scale = self.finite(name, (*SCALE_DTYPES, torch.float8_e8m0fnu), *shapes).float()
+        return self.fp8(scale.view(rows, columns), *block)
+
+    def fp4(self, weight: str, scale: Tensor, group_size: int, factor: Tensor | None = None) -> FloatWeight:
+        """Returns a matrix in FP4 with scales `[out, groups]` of one byte. `factor` is one number."""
+        codes = self.get(weight, (torch.uint8,), (self.out_features, self.in_features // 2))
+        of_rows = None if factor is None else factor.reshape(1).expand(self.out_features).contiguous()
+        return FloatWeight(codes.contiguous(), scale.contiguous(), 4, group_size, factor=of_rows)
 
     def num_groups(self, group_size: int) -> int:
         """Returns the groups of a row, which is one itself if the size is -1."""

@@ -15,13 +15,16 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from inflight.common.machine import return_free_memory
+from inflight.common.model_files.recurrent import RECURRENT_GGUF
 from inflight.common.model_source import ModelError, ModelSource, model_errors, old_configuration, read_gguf
-from inflight.executor.checkpoint.files import check_weights
+from inflight.executor.checkpoint.files import check_weights, weight_files
 from inflight.executor.checkpoint.gguf import import_configuration, import_gguf
 from inflight.executor.checkpoint.gguf_metadata import unused_keys
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
+from inflight.executor.checkpoint.quantized_weight import QuantizedWeight
 from inflight.executor.checkpoint.quiet import quiet_transformers
 from inflight.executor.checkpoint.support import check_configuration, check_network, ignore_padding
+from inflight.executor.device import free_device_bytes
 from inflight.executor.formats.dense_folder import load_dense
 from inflight.executor.formats.folder import format_of, load_folder, quantization_of
 from inflight.executor.formats.gguf_file import load_gguf, unsupported_reason
@@ -58,6 +61,10 @@ def _load_gguf(
     source: ModelSource, path: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, Path]:
     header = read_gguf(path)
+    if header.architecture in RECURRENT_GGUF:
+        raise ModelError(
+            f"model architecture {header.architecture!r} is not supported in GGUF: it has recurrent layers"
+        )
     folder = import_configuration(source)
     if unused := unused_keys(header):
         log.info("keys of %s that are not used: %s", path.name, ", ".join(unused))
@@ -82,8 +89,18 @@ def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
         if (folder / "adapter_config.json").is_file():
             log.warning("%s: adapter_config.json has no effect; --adapter-folder serves adapters", folder)
         if quantization := quantization_of(folder):
+            _check_memory(folder, device)
             return load_folder(folder, config, quantization, dtype, device)
         return load_dense(folder, config, dtype, device)
+
+
+def _check_memory(folder: Path, device: torch.device) -> None:
+    """Raises `ModelError` if the files of a quantized checkpoint, which stays as it is, are larger than a GPU's free
+    memory."""
+    free_bytes = free_device_bytes(device)
+    num_bytes = sum((folder / name).stat().st_size for name in weight_files(folder))
+    if free_bytes is not None and num_bytes > free_bytes:
+        raise ModelError(f"its weights take {num_bytes} bytes, and {free_bytes} are free on {device}")
 
 
 def _configuration(folder: Path) -> PretrainedConfig:
@@ -109,5 +126,5 @@ def _numbers(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from network.named_parameters()
     yield from (named for named in network.named_buffers() if named[0].endswith("correction_bias"))
     for name, module in network.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedLinear) and isinstance(module.weight, QuantizedWeight):
             yield from ((f"{name}.weight", part) for part in (module.weight.scale, module.weight.offset))

@@ -6,7 +6,7 @@ dense in the network's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from inflight.common.model_source import ModelError
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
-from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
+from inflight.executor.checkpoint.quantized_weight import Matrix, dense_matrix
 
 
 def empty_network(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -42,15 +42,21 @@ def fill(network: PreTrainedModel, weights: Iterable[tuple[str, Matrix]]) -> Non
 
 
 def placed(
-    weights: Iterable[tuple[str, Matrix]], dtype: torch.dtype, device: torch.device
+    weights: Iterable[tuple[str, Matrix]], dtype: torch.dtype, device: torch.device, dense: Collection[str] = ()
 ) -> Iterator[tuple[str, Matrix]]:
-    """Yields weights on a device. Quantized ones stay so on a CPU, and become dense for any other device."""
+    """Yields weights on a device. Quantized ones stay so, but for any other device than a CPU not those that are named
+    in `dense`."""
     for name, weight in weights:
         if device.type == "cpu":
             yield name, weight
         else:
-            dense = weight.to_dense(dtype) if isinstance(weight, QuantizedWeight) else weight
-            yield name, dense.to(device)
+            yield name, dense_matrix(weight, dtype).to(device) if name in dense else weight.to(device)
+
+
+def end_weights(network: PreTrainedModel) -> frozenset[str]:
+    """Returns the names of the weights of the embedding and the output layer, which a GPU has dense."""
+    ends: tuple[Any, ...] = network.get_input_embeddings(), network.get_output_embeddings()
+    return frozenset(f"{_name_of(network, end)}.weight" for end in ends)
 
 
 def linear_layers(network: nn.Module) -> dict[str, nn.Linear]:
@@ -69,8 +75,8 @@ def _set(network: PreTrainedModel, name: str, weight: Matrix) -> None:
         raise ModelError(f"the model has no parameter {name}")
     if parameter.shape != weight.shape:
         raise ModelError(f"{name} has the shape {list(weight.shape)} instead of {list(parameter.shape)}")
-    if not isinstance(weight, QuantizedWeight):
-        if not weight.is_floating_point():
+    if isinstance(weight, Tensor):
+        if not weight.is_floating_point() or weight.itemsize == 1:
             raise ModelError(f"{name} is of {str(weight.dtype).removeprefix('torch.')}, and has no scales")
         setattr(module, leaf, nn.Parameter(weight.to(parameter.dtype), requires_grad=False))
         return
@@ -79,7 +85,7 @@ def _set(network: PreTrainedModel, name: str, weight: Matrix) -> None:
         return
     if module is not network.get_input_embeddings():
         raise ModelError(f"{name} is quantized, and not the weight of a linear layer")
-    setattr(module, leaf, nn.Parameter(weight.to_dense(parameter.dtype), requires_grad=False))
+    setattr(module, leaf, nn.Parameter(dense_matrix(weight, parameter.dtype), requires_grad=False))
     head: Any = network.get_output_embeddings()
     if type(head) is nn.Linear and network.config.tie_word_embeddings:
         # A step reads few rows of the embedding but the whole output layer, which is worth keeping small.

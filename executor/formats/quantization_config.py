@@ -10,6 +10,8 @@ from typing import Any
 
 from inflight.common.model_source import ModelError
 
+# Columns of a block that shares a scale: the products multiply as many at once.
+MIN_BLOCK_COLUMNS = 16
 # Accepts every value of a field.
 ANY = None
 # Fields of AutoRound, which stores checkpoints under its own label and under those of GPTQ and AWQ.
@@ -88,6 +90,17 @@ def group_size_of(what: str, fields: Mapping[str, Any]) -> int:
     if group_size < 1 and group_size != -1:
         raise ModelError(f"{what}: group_size {group_size} is neither -1 nor positive")
     return group_size
+
+
+def block_of(what: str, name: str, size: Any) -> tuple[int, int]:
+    """Returns the field `name`: rows and columns of a block that shares a scale."""
+    is_pair = isinstance(size, list | tuple) and len(size) == 2 and all(type(number) is int for number in size)
+    if not is_pair or size[0] < 1 or size[1] < MIN_BLOCK_COLUMNS or size[1] & (size[1] - 1):
+        raise ModelError(
+            f"{what}: {name} {_shown(size)} is not supported; only rows and columns, the latter a power of two from "
+            f"{MIN_BLOCK_COLUMNS} on"
+        )
+    return size[0], size[1]
 
 
 def groups_in_words(group_size: int) -> str:

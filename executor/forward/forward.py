@@ -4,6 +4,7 @@
     transformers    the network of transformers, with paged attention          any device
     native          the C++ code                                               a CPU
     native_ranks    the C++ code, a shard of the weights on each rank          CPUs
+    hybrid          the same, and recurrent layers with slots of state         a CPU
     gpu             fused products and Triton kernels, by CUDA graphs          a GPU
     gpu_network     the network of transformers, in the steps of `gpu`         a GPU
     gpu_ranks       the same, a shard of the weights on each rank              GPUs
@@ -28,6 +29,7 @@ from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.checkpoint.decoder_weights import DecoderShape
 from inflight.executor.device import free_device_bytes, is_gpu
 from inflight.executor.engine.runner import StepRunner, StepSizes
+from inflight.executor.recurrent.mixer import StateSizes
 from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling_columns import SamplingBatch
 
@@ -65,6 +67,18 @@ class AdapterMemory:
             decoder.load_adapter(slot, weights)
 
         return cls(decoder.shape, decoder.adapter_slot_bytes, decoder.reserve_adapters, load)
+
+
+@dataclass(frozen=True, slots=True)
+class StateMemory:
+    """Where the state of recurrent layers is kept. `slot_bytes` is the memory of a slot for a number of drafts, and
+    `checkpoint_bytes` that of a checkpoint, which can be taken at multiples of `grid_tokens`. `reserve` makes slots and
+    checkpoints, in place of those that were made before."""
+
+    slot_bytes: Callable[[int], int]
+    checkpoint_bytes: int
+    grid_tokens: int
+    reserve: Callable[[StateSizes], None]
 
 
 class Forward(Protocol):
@@ -109,6 +123,11 @@ class Forward(Protocol):
     @property
     def adapters(self) -> AdapterMemory | None:
         """None: it cannot compute with adapters."""
+        return None
+
+    @property
+    def states(self) -> StateMemory | None:
+        """None: no layer is recurrent."""
         return None
 
     @property

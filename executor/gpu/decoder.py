@@ -39,6 +39,7 @@ from inflight.executor.gpu.adapters import AdapterSlots, Product, slot_bytes
 from inflight.executor.gpu.layers import (
     Fp8Rows,
     Projected,
+    Weight,
     dense,
     fp8_product,
     gated,
@@ -50,6 +51,7 @@ from inflight.executor.gpu.layers import (
     rotation_table,
 )
 from inflight.executor.gpu.row_groups import RowGroups
+from inflight.executor.products.coded import CodedWeight, coded_weight
 from inflight.executor.step.batch import StepBatch
 
 
@@ -72,15 +74,15 @@ class FusedLayer:
     `inner_size` is the width between them, of all ranks."""
 
     input_norm: Tensor | None
-    qkv: Tensor | Fp8Weight
+    qkv: Weight
     qkv_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
-    output: Tensor | Fp8Weight
+    output: Weight
     output_bias: Tensor | None
     attention_output_norm: Tensor | None
     post_attention_norm: Tensor | None
-    gate_up: Tensor | Fp8Weight | None
-    down: Tensor | Fp8Weight | None
+    gate_up: Weight | None
+    down: Weight | None
     inner_size: int
     experts: ExpertLayer | None
     feed_forward_output_norm: Tensor | None
@@ -97,7 +99,8 @@ def undivided_reason(weights: DecoderWeights) -> str | None:
 
 
 class GpuDecoder:
-    """A model of the family. It takes over the network's weights: those that it fuses become views in the network.
+    """A model of the family. It takes over the network's weights: those that it fuses become views in the network, and
+    of matrices of codes, which stay so, the network has none afterwards.
 
     With `has_fp8_weights` the matrices of layers are rounded to FP8, and the network's own have no memory afterwards.
 
@@ -122,7 +125,7 @@ class GpuDecoder:
         tables = [_rotations(rope, context_length, self._head.device) for rope in shape.ropes]
         scorings = [Scoring(shape.attention_scale, window, shape.softcap) for window in shape.sliding_windows]
         rotations = [tables[rope] for rope in shape.layer_ropes]
-        fuse: Callable[[Sequence[Tensor]], Tensor | Fp8Weight] = _round if has_fp8_weights else _fused
+        fuse: Callable[[Sequence[Matrix]], Weight] = _round if has_fp8_weights else _fused
         self._layers = tuple(
             _fuse(shape, layer, scoring, table, fuse)
             for layer, scoring, table in zip(weights.layers, scorings, rotations, strict=True)
@@ -276,7 +279,7 @@ class GpuDecoder:
         layer: int,
         name: Product,
         inputs: Tensor | Fp8Rows,
-        weight: Tensor | Fp8Weight,
+        weight: Weight,
         bias: Tensor | None,
         groups: RowGroups | None,
     ) -> Projected:
@@ -358,22 +361,22 @@ def _fuse(
     layer: LayerWeights,
     scoring: Scoring,
     rotations: Tensor,
-    fuse: Callable[[Sequence[Tensor]], Tensor | Fp8Weight],
+    fuse: Callable[[Sequence[Matrix]], Weight],
 ) -> FusedLayer:
     has_experts = layer.router is not None
     parts, down = (layer.shared_gate_up_parts, layer.shared_down) if has_experts else (layer.gate_up_parts, layer.down)
     norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
     return FusedLayer(
         input_norm=layer.input_norm,
-        qkv=fuse([*map(_dense, layer.qkv_matrices)]),
+        qkv=fuse(layer.qkv_matrices),
         qkv_bias=layer.qkv_bias,
         head_norms=norms,
-        output=fuse([_dense(layer.output)]),
+        output=fuse([layer.output]),
         output_bias=layer.output_bias,
         attention_output_norm=layer.attention_output_norm,
         post_attention_norm=layer.post_attention_norm,
-        gate_up=fuse([*map(_dense, parts)]) if parts else None,
-        down=None if down is None else fuse([_dense(down)]),
+        gate_up=fuse(parts) if parts else None,
+        down=None if down is None else fuse([down]),
         inner_size=0 if down is None else down.shape[1],
         experts=ExpertLayer.of(shape, layer) if has_experts else None,
         feed_forward_output_norm=layer.feed_forward_output_norm,
@@ -388,18 +391,22 @@ def _dense(matrix: Matrix) -> Tensor:
     return matrix
 
 
-def _fused(parts: Sequence[Tensor]) -> Tensor:
-    """Returns matrices as one, and replaces their own storage by views of it, so that the model is in memory once."""
-    if len(parts) == 1:
-        return parts[0]
-    whole = joined(parts)
-    for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
+def _fused(parts: Sequence[Matrix]) -> Tensor | CodedWeight:
+    """Returns matrices as one, and replaces their own storage by views of it, so that the model is in memory once.
+    Those of codes stay so, and cannot be used elsewhere any more."""
+    if not all(isinstance(part, Tensor) for part in parts):
+        return coded_weight(parts)
+    dense = [*map(_dense, parts)]
+    if len(dense) == 1:
+        return dense[0]
+    whole = joined(dense)
+    for part, view in zip(dense, whole.split([part.shape[0] for part in dense]), strict=True):
         part.set_(view)
     return whole
 
 
-def _round(parts: Sequence[Tensor]) -> Fp8Weight:
-    """Returns matrices as one in FP8, and frees their own storage.
+def _round(parts: Sequence[Matrix]) -> Fp8Weight:
+    """Returns matrices as one in FP8, and frees their own storage. Those of a checkpoint in FP8 keep their numbers.
 
     Raises:
         ModelError: they cannot be multiplied in FP8.
@@ -409,7 +416,15 @@ def _round(parts: Sequence[Tensor]) -> Fp8Weight:
             raise ModelError(f"weight_dtype fp8: {reason}")
     rounded = []
     for part in parts:
-        rounded.append(fp8_weight.round_rows(part))
+        if fp8_weight.is_fp8_of_rows(part):
+            rounded.append(fp8_weight.of_rows(part))
+            continue
+        dense = _dense(part)
+        rounded.append(fp8_weight.round_rows(dense))
         # Its storage is left alone, which files and other tensors may share.
-        part.set_(part.new_empty(0).untyped_storage(), 0, (0,), (0,))
-    return fp8_weight.stacked(rounded)
+        dense.set_(dense.new_empty(0).untyped_storage(), 0, (0,), (0,))
+    whole = fp8_weight.stacked(rounded)
+    for part in parts:
+        if not isinstance(part, Tensor):
+            part.free()
+    return whole

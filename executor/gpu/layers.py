@@ -16,6 +16,7 @@ from inflight.executor.kernels.fp8 import round_rows_kernel
 from inflight.executor.kernels.norms import gated_fp8_kernel, gated_kernel, residual_norm_kernel
 from inflight.executor.kernels.rope_write import rope_write_kernel
 from inflight.executor.kernels.tiling import power_of_two
+from inflight.executor.products.coded import CodedWeight
 
 # Numbers that a program of 4 warps processes at once.
 GATED_TILE = 1024
@@ -53,6 +54,8 @@ class Fp8Product:
 
 
 Projected = Tensor | Fp8Product
+# How a product reads a weight: dense, in FP8 with rows in FP8, or as the checkpoint has it.
+Weight = Tensor | Fp8Weight | CodedWeight
 
 
 def dense(product: Projected) -> Tensor:
@@ -62,13 +65,16 @@ def dense(product: Projected) -> Tensor:
     return (product.sums.float() * product.row_scales).mul_(product.column_scales).to(product.sums.dtype)
 
 
-def linear(inputs: Tensor | Fp8Rows, weight: Tensor | Fp8Weight, bias: Tensor | None = None) -> Tensor:
+def linear(inputs: Tensor | Fp8Rows, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """Computes `inputs @ weight.T + bias`. With a weight in FP8 the inputs `[T, in]` are rounded to FP8 too, unless
     they are, each row with a scale."""
     if isinstance(weight, Fp8Weight):
         outputs = dense(fp8_product(inputs, weight))
         return outputs if bias is None else outputs.add_(bias)
     assert isinstance(inputs, Tensor)
+    if isinstance(weight, CodedWeight):
+        outputs = weight.product(inputs)
+        return outputs if bias is None else outputs.add_(bias)
     return functional.linear(inputs, weight, bias)
 
 

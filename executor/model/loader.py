@@ -27,9 +27,17 @@ from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.attention.quantized import check_backend, check_fp8_device, kv_dtypes
 from inflight.executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, register_attention
 from inflight.executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
+from inflight.executor.checkpoint.fp8_weight import is_fp8_of_rows
 from inflight.executor.checkpoint.longrope import fix_longrope
 from inflight.executor.checkpoint.packed_linear import pack_linears
-from inflight.executor.checkpoint.quantized_linear import is_quantized, make_dense
+from inflight.executor.checkpoint.quantized_linear import (
+    QuantizedLinear,
+    expand_fp8,
+    has_whole_numbers,
+    is_quantized,
+    make_dense,
+    with_whole_numbers,
+)
 from inflight.executor.checkpoint.quiet import quiet_transformers
 from inflight.executor.checkpoint.rounding import round_linears
 from inflight.executor.checkpoint.shards import WHOLE, Shard, digest_of, divide, indivisible_reason
@@ -41,6 +49,7 @@ from inflight.executor.device import choose_device, choose_dtype, is_gpu
 from inflight.executor.device import device_name as name_of
 from inflight.executor.formats.loading import load_network
 from inflight.executor.forward.forward import Forward, SeparatesLayers
+from inflight.executor.forward.hybrid import HybridForward
 from inflight.executor.forward.native import NativeForward
 from inflight.executor.forward.native_ranks import NativeRanks
 from inflight.executor.forward.transformers import TransformersForward
@@ -52,10 +61,20 @@ from inflight.executor.model.description import (
     read_vocabulary_size,
 )
 from inflight.executor.model.end_tokens import find_end_tokens
-from inflight.executor.model.layer_check import compare_layers
+from inflight.executor.model.layer_check import OF_CODES, OF_FP8, compare_layers
 from inflight.executor.model.model import PagedModel
-from inflight.executor.model.self_check import BLOCK_SIZE, NUM_BLOCKS, Expectation, SelfCheckError, compare, expect
+from inflight.executor.model.self_check import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    NUM_SLOTS,
+    Expectation,
+    SelfCheckError,
+    compare,
+    expect,
+)
 from inflight.executor.parallel.leader import WorkerGroup
+from inflight.executor.recurrent.mixer import Mixer, StateSizes
+from inflight.executor.recurrent.network import replace_recurrent_layers
 from inflight.executor.step.batch import StepBatch
 
 if TYPE_CHECKING:
@@ -107,9 +126,11 @@ def load_model(
     with _unsupported(network.config):
         _choose_rope(network, length)
         vocabulary_size, has_fp8 = read_vocabulary_size(network), "fp8" in (weight_dtype, kv_cache_dtype)
-        expectation = expect(network, vocabulary_size, has_states=has_fp8) if shard.rank == 0 else None
-        layers = _probe_layers(network)
-    layer_kv_dtypes = kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers))
+        has_codes = weight_dtype == "quantized" and (is_gpu(device) or backend_name == "triton")
+        expectation = expect(network, vocabulary_size, has_states=has_fp8 or has_codes) if shard.rank == 0 else None
+        mixers = replace_recurrent_layers(network)
+        layers = _probe_layers(network, mixers)
+    layer_kv_dtypes = _kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers), mixers)
     choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
     _check_choice(choice, layer_kv_dtypes, device)
     sampler = _native_sampler(choice.backend, device, instructions)
@@ -117,7 +138,7 @@ def load_model(
     layout = KvLayout(choice.backend, device, dtype, _layers_of(layers, shard), layer_kv_dtypes)
     with model_errors(f"model {source.name!r} cannot be prepared"):
         defaults = read_defaults(folder, vocabulary_size, end_ids)
-        weights = _Weights(network, layers, layout, weight_dtype, length, shard, sizes)
+        weights = _Weights(network, layers, layout, weight_dtype, length, shard, sizes, mixers)
         chosen = _choose_forward(weights, forward_name, backend_name, weight_stream)
         same = chosen.same_on_all_ranks
         description = describe(source, network, layout, defaults, chosen.weight_dtype, choice.reason, same)
@@ -131,7 +152,8 @@ def load_model(
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weights:
     """Weights for which a forward pass is chosen. `layers` are those of the whole model, and `layout` is that of the
-    `shard`. `length` is that of the longest sequence. With `sizes` quantized weights may be expanded."""
+    `shard`. `length` is that of the longest sequence. With `sizes` quantized weights may be expanded. `mixers` are the
+    recurrent layers by number, which are not among `layers`."""
 
     network: PreTrainedModel
     layers: tuple[Layer, ...]
@@ -140,6 +162,7 @@ class _Weights:
     length: int
     shard: Shard
     sizes: ExecutorSizes | None
+    mixers: Mapping[int, Mixer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +180,12 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
     needed = "the native forward pass on a " + ("GPU" if weight_dtype == "fp8" else "CPU")
     if weight_dtype in NEEDED_BACKENDS and backend.name != NEEDED_BACKENDS[weight_dtype]:
         raise ModelError(f"{weight_dtype} weights need {needed}, and the attention backend is {backend.name}")
+    if weights.mixers and backend.name == "triton":
+        raise ModelError("its recurrent layers need a CPU and the attention backend cpu or reference")
     if weight_dtype == "fp8":
         _check_fp8_weights(network)
-    if backend.name == "triton":
-        make_dense(network, network.dtype)
+    weights = _with_codes_of_gpu(weights) if backend.name == "triton" else _with_codes_of_cpu(weights)
+    weight_dtype = weights.weight_dtype
     decoder = read_decoder(network, weights.layers, weights.length) if forward_name == "auto" else FORWARD_IS_SET
     chosen: _Chosen | str | None = None
     if isinstance(decoder, str):
@@ -180,12 +205,41 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
         raise ModelError(f"tensor parallelism needs the native forward pass on a CPU or GPU, and {why}")
     _open_flashinfer(weights, None, backend_name)
     if backend.name == "triton":
-        from inflight.executor.forward.gpu_network import GpuNetworkForward  # imports triton, which only this needs
+        # They import triton, which only this needs.
+        from inflight.executor.forward.gpu_network import GpuNetworkForward
+        from inflight.executor.products.coded import multiply_codes
 
+        multiply_codes(network)
         forward = GpuNetworkForward(network, weights.layout, read_vocabulary_size(network))
         return _Chosen(forward, weight_dtype, {})
+    expand_fp8(network, network.dtype)
     pack_linears(network)
+    if weights.mixers:
+        return _Chosen(HybridForward(network, weights.layout, weights.mixers), weight_dtype, {})
     return _Chosen(TransformersForward(network, weights.layout), weight_dtype, {})
+
+
+def _with_codes_of_cpu(weights: _Weights) -> _Weights:
+    """Makes whole numbers of weights in FP4; those in FP8 are expanded when they are packed. Returns the weights with
+    the type that they have then."""
+    with_whole_numbers(weights.network)
+    if weights.weight_dtype != "quantized" or has_whole_numbers(weights.network):
+        return weights
+    log.info("weights in FP8 are expanded to %s", weights.network.dtype)
+    return replace(weights, weight_dtype="dense")
+
+
+def _with_codes_of_gpu(weights: _Weights) -> _Weights:
+    """Expands what a GPU has dense: the output layer, everything of several ranks, and what is rounded to FP8. Returns
+    the weights with the type that they have then."""
+    network, head, is_whole = weights.network, weights.network.get_output_embeddings(), weights.shard.num_ranks == 1
+
+    def is_dense(layer: QuantizedLinear) -> bool:
+        is_rounded = weights.weight_dtype == "fp8" and not is_fp8_of_rows(layer.weight)
+        return layer is head or is_rounded or not is_whole
+
+    make_dense(network, network.dtype, is_dense)
+    return weights if is_whole or weights.weight_dtype != "quantized" else replace(weights, weight_dtype="dense")
 
 
 def _gpu_forward(weights: _Weights, decoder: DecoderWeights, backend_name: str) -> _Chosen | str:
@@ -289,12 +343,16 @@ def _check(
 
 def _compare(forward: Forward, expectation: Expectation, description: ModelDescription) -> None:
     layout, kv = forward.layout, forward.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    if forward.states is not None:
+        forward.states.reserve(StateSizes(NUM_SLOTS, 0, 0))
 
     def logits(batch: StepBatch) -> Tensor:
         return forward.logits(batch, kv)
 
     if expectation.states is not None and isinstance(forward, SeparatesLayers):
-        compare_layers(expectation, partial(forward.separate_layers, kv=kv), logits)
+        has_fp8 = description.weight_dtype == "fp8" or torch.float8_e4m3fn in layout.layer_dtypes
+        tolerances = OF_FP8 if has_fp8 else OF_CODES
+        compare_layers(expectation, partial(forward.separate_layers, kv=kv), logits, tolerances)
         return
     compare(
         expectation,
@@ -316,8 +374,6 @@ def _with_weights_of(network: PreTrainedModel, weight_dtype: str) -> str:
     """Expands or rounds the weights as `weight_dtype` asks for. Returns the type that they have then."""
     if weight_dtype == "dense":
         make_dense(network, network.dtype)
-    if weight_dtype == "quantized" and is_gpu(network.device):
-        raise ModelError("weight_dtype quantized needs a CPU: on a GPU weights are dense")
     if weight_dtype == "quantized" and not is_quantized(network):
         raise ModelError("weight_dtype quantized is for quantized checkpoints, and this one is not")
     if weight_dtype == "int4":
@@ -375,7 +431,15 @@ def _unsupported(config: PretrainedConfig) -> Iterator[None]:
         raise ModelError(f"{what}: {error}") from error
 
 
-def _probe_layers(network: PreTrainedModel) -> tuple[Layer, ...]:
+def _kv_dtypes(
+    name: str, skip_layers: Sequence[int], dtype: torch.dtype, num_attention: int, mixers: Mapping[int, Mixer]
+) -> tuple[torch.dtype, ...]:
+    """Returns the types of the KV. `skip_layers` count the recurrent layers as well, which have none."""
+    of_all = kv_dtypes(name, skip_layers, dtype, num_attention + len(mixers))
+    return tuple(of_layer for layer, of_layer in enumerate(of_all) if layer not in mixers)
+
+
+def _probe_layers(network: PreTrainedModel, mixers: Mapping[int, Mixer]) -> tuple[Layer, ...]:
     register_attention()
     with quiet_transformers():
         network.set_attn_implementation(ATTENTION_NAME)
@@ -383,7 +447,7 @@ def _probe_layers(network: PreTrainedModel) -> tuple[Layer, ...]:
     token_ids = torch.zeros((1, 2), dtype=torch.long, device=network.device)
     with torch.inference_mode():
         network(input_ids=token_ids, use_cache=False, inflight_step=probe)
-    return probe.layers(network.config.get_text_config(decoder=True))
+    return probe.layers(network.config.get_text_config(decoder=True), mixers)
 
 
 def _choose_rope(network: PreTrainedModel, max_sequence_length: int) -> None:

@@ -28,6 +28,7 @@ from inflight.executor.step.batch import StepBatch, pack
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 3
+NUM_SLOTS = 2
 LONG_TOKENS = 21
 CHUNK_TOKENS = 13
 SHORT_TOKENS = 10
@@ -103,7 +104,8 @@ def compare(
     quantized_kv: torch.dtype | None = None,
     routes_by_itself: bool = False,
 ) -> None:
-    """Raises `SelfCheckError` if `forward`, with `NUM_BLOCKS` blocks of `BLOCK_SIZE`, yields other logits.
+    """Raises `SelfCheckError` if `forward`, with `NUM_BLOCKS` blocks of `BLOCK_SIZE` and `NUM_SLOTS` slots of recurrent
+    state, yields other logits.
 
     `routes_by_itself`: it does not use the routers of transformers for its experts.
     """
@@ -166,6 +168,7 @@ def sequences(prompts: tuple[list[int], list[int]]) -> tuple[Sequence, Sequence]
     """Returns the long and the short prompt with blocks."""
     long, short = (_sequence(prompt) for prompt in prompts)
     long.block_table, short.block_table = [3, 1], [2]
+    long.state_slot, short.state_slot = range(NUM_SLOTS)
     return long, short
 
 

@@ -80,6 +80,16 @@ class KvWindow:
 
 
 @dataclass(frozen=True, slots=True)
+class StateLimits:
+    """The memory of recurrent layers: slots, one for each sequence that may hold one at a time, and checkpoints, which
+    are at multiples of `grid_tokens` (`inflight.executor.scheduler.states`)."""
+
+    num_slots: int
+    num_checkpoints: int
+    grid_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """Limits of a step and of the executor.
 
@@ -88,8 +98,8 @@ class SchedulerLimits:
     step. `num_host_blocks` blocks of host memory, numbered from 0, keep the KV of preempted sequences and, with
     `enable_prefix_cache`, prefixes that are evicted from the pool. A sequence waits at most `max_prefix_wait_steps`
     steps for another one that computes the prefix it needs. A step verifies at most `max_drafts` drafted tokens of a
-    sequence. `kv_window` is set if layers with a sliding window have a pool of their own; then there are no host
-    blocks.
+    sequence. `kv_window` is set if layers with a sliding window have a pool of their own, and `states` if layers are
+    recurrent; then there are no host blocks.
     """
 
     max_num_sequences: int
@@ -105,6 +115,7 @@ class SchedulerLimits:
     max_prefix_wait_steps: int = 64
     max_drafts: int = 0
     kv_window: KvWindow | None = None
+    states: StateLimits | None = None
 
     @property
     def is_overcommitted(self) -> bool:
@@ -132,6 +143,8 @@ class SchedulerLimits:
             raise ValueError(f"max_num_sequences must be at least 1, not {self.max_num_sequences}")
         if self.kv_window is not None and self.num_host_blocks:
             raise ValueError("host blocks need one KV pool for all layers")
+        if self.states is not None and self.num_host_blocks:
+            raise ValueError("host blocks have no recurrent state")
         if self.num_standby_sequences < 0:
             raise ValueError(f"num_standby_sequences must be at least 0, not {self.num_standby_sequences}")
         # Every seat gets its token in every step. With less, the last seats would wait for the first to end.

@@ -7,13 +7,23 @@ end. The other sequences continue.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, replace
 
 from inflight.common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from inflight.executor.scheduler.blocks import BlockPool, WindowPool
 from inflight.executor.scheduler.limits import SchedulerLimits
-from inflight.executor.scheduler.sequence import NO_DRAFTS, HostPrefix, Restored, ScoredRows, Sequence, StepPlan
+from inflight.executor.scheduler.sequence import (
+    NO_DRAFTS,
+    HostPrefix,
+    Restored,
+    ScoredRows,
+    Sequence,
+    StateLoad,
+    StateSave,
+    StepPlan,
+)
 from inflight.executor.scheduler.step_constraint import CopyCost, PrefillAllowance, StepConstraint
 
 
@@ -63,6 +73,8 @@ class StepBuilder:
         self.swapped: list[Sequence] = []
         self.restored: list[Restored] = []
         self.stored: list[bytes] = []
+        self.state_loads: list[StateLoad] = []
+        self.state_saves: list[StateSave] = []
         # Sequences whose prompt is computed with this step, and those whose last token it yields, whatever the tokens
         # are.
         self.prompts_done: list[Sequence] = []
@@ -109,6 +121,16 @@ class StepBuilder:
         """The decodes whose tokens are all known."""
         decodes = zip(self._sequences[: self.num_decodes], self._carries, strict=False)
         return [sequence for sequence, carries in decodes if not carries]
+
+    @property
+    def boarded(self) -> ReadOnlyList[Sequence]:
+        """The sequences that board."""
+        return self._boarded
+
+    def known_rows(self) -> Iterator[tuple[int, Sequence, int]]:
+        """Yields each row with its sequence and the end of the tokens that it computes, without drafts."""
+        for row, (sequence, start, length) in enumerate(zip(self._sequences, self._starts, self._lengths, strict=True)):
+            yield row, sequence, start + length - len(self._drafts.get(row, ()))
 
     def board(self, sequence: Sequence) -> None:
         self._boarded.append(sequence)
@@ -191,6 +213,8 @@ class StepBuilder:
             tuple(self.stored),
             tuple(self._scored),
             self._drafts,
+            tuple(self.state_loads),
+            tuple(self.state_saves),
         )
 
     def is_copy_cheaper(self, num_blocks: int, position: int) -> bool:

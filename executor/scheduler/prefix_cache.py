@@ -17,13 +17,14 @@ from __future__ import annotations
 import hashlib
 import struct
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as ReadOnlyList
 from itertools import takewhile
 
 from inflight.executor.scheduler.blocks import BlockPool, HostBlocks, WindowPool
 from inflight.executor.scheduler.plan_builder import StepBuilder
-from inflight.executor.scheduler.sequence import HostPrefix, Restored, Sequence
+from inflight.executor.scheduler.sequence import HostPrefix, Restored, Sequence, StepPlan
+from inflight.executor.scheduler.states import StatePool
 
 # 256 bits: finding two prefixes with the same hash, and so reading another client's KV, is infeasible.
 HASH_BYTES = 32
@@ -63,12 +64,21 @@ class PrefixCache:
     ones in host memory.
 
     With a pool of its own for layers with a sliding window, a prefix is used as far as the window before its end is in
-    that pool as well. It opens and closes the tables of that pool.
+    that pool as well. It opens and closes the tables of that pool. With recurrent layers a prefix is used as far as
+    there is a checkpoint of their state at its end, and it gives and takes the slots of that state.
     """
 
-    def __init__(self, pool: BlockPool, host: HostBlocks, enabled: bool, windows: WindowPool | None = None) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        host: HostBlocks,
+        enabled: bool,
+        windows: WindowPool | None = None,
+        states: StatePool | None = None,
+    ) -> None:
         self._pool = pool
         self._windows = windows
+        self._states = states
         self._host = host
         self._enabled = enabled
         if enabled and host.num_blocks:
@@ -87,10 +97,15 @@ class PrefixCache:
         if not self.is_open_to(sequence):
             if self._windows is not None:
                 sequence.window_table = self._windows.open()
+            if self._states is not None:
+                self._states.open(sequence)
             return
         block_size, hashes = self._pool.block_size, self._usable_hashes(sequence)
         if self._windows is not None:
             sequence.window_table = self._windows.open(hashes)
+        if self._states is not None:
+            num_found = _num_leading(sequence.block_hashes, self._pool.is_findable)
+            self._states.open(sequence, hashes, num_found * block_size)
         sequence.block_table = self._pool.share(hashes)
         num_found = len(sequence.block_table)
         sequence.num_computed = num_found * block_size
@@ -111,6 +126,9 @@ class PrefixCache:
         if self._windows is not None:
             hashes = list(takewhile(self._pool.is_findable, hashes))
             hashes = hashes[: self._windows.num_usable(hashes)]
+        if self._states is not None:
+            hashes = list(takewhile(self._pool.is_findable, hashes))
+            hashes = hashes[: self._states.num_usable(hashes)]
         return hashes
 
     def _attach_host(self, sequence: Sequence, hashes: ReadOnlyList[bytes], builder: StepBuilder) -> int:
@@ -124,8 +142,19 @@ class PrefixCache:
         sequence.host_prefix = HostPrefix(host_blocks, start + num_blocks * self._pool.block_size)
         return num_blocks
 
+    def span_usable(self, found: ReadOnlyList[bytes], computing: Sequence, end: int) -> tuple[int, int]:
+        """Returns which positions of its prefix a sequence need not compute if it waits until another one has computed
+        those up to `end`, of which the blocks `found` are here."""
+        first = len(found) * self._pool.block_size
+        if self._states is None:
+            return first, end
+        first = self._states.num_usable(found) * self._pool.block_size
+        return first, self._states.last_place(computing, end)
+
     def can_attach(self) -> bool:
-        """Returns whether the pool of the layers with a window has room for one more sequence."""
+        """Returns whether the layers with a window or with recurrent state have room for one more sequence."""
+        if self._states is not None and not self._states.num_free_slots:
+            return False
         return self._windows is None or self._windows.num_free_tables > 0
 
     def release(self, sequence: Sequence) -> None:
@@ -134,6 +163,8 @@ class PrefixCache:
         window_table, sequence.window_table = sequence.window_table, None
         if self._windows is not None and window_table is not None:
             self._windows.close(window_table)
+        if self._states is not None:
+            self._states.close(sequence)
         self._pool.release(sequence.block_table)
         sequence.block_table = []
         sequence.num_computed = 0
@@ -217,6 +248,31 @@ class PrefixCache:
         if self._windows is not None and sequence.window_table is not None:
             self._windows.trim(sequence.window_table, start)
 
+    def plan_states(self, builder: StepBuilder) -> None:
+        """Has the plan load the recurrent states of the prefixes that are used, and save those that are to be kept."""
+        if self._states is None:
+            return
+        self._states.load(builder)
+        for row, sequence, end in builder.known_rows():
+            if self.is_open_to(sequence):
+                self._states.save(builder, row, sequence, end)
+
+    def keep_states(self, plan: StepPlan, without: Container[Sequence]) -> None:
+        """Makes the states findable that a retired plan has saved, except those of sequences that have ended."""
+        for save in plan.state_saves:
+            assert self._states is not None
+            if save.sequence in without:
+                self._states.give_back(save)
+            else:
+                self.name_blocks(save.sequence)
+                self._states.keep(save)
+
+    def drop_states(self, plan: StepPlan) -> None:
+        """Frees the checkpoints that a failed plan was to save."""
+        for save in plan.state_saves:
+            assert self._states is not None
+            self._states.give_back(save)
+
     def publish_restored(self, restored: Restored) -> None:
         """Publishes the full blocks whose KV was restored from host memory, under their previous hashes. Does nothing
         if the sequence has lost those blocks since."""
@@ -230,6 +286,8 @@ class PrefixCache:
         self._pool.retract(sequence.block_table)
         if self._windows is not None and sequence.window_table is not None:
             self._windows.retract(sequence.window_table, sequence.block_hashes)
+        if self._states is not None:
+            self._states.forget(sequence.block_hashes)
         self._host.forget(sequence.block_hashes)
 
 
@@ -280,7 +338,8 @@ class PendingPrefixes:
             return False
         computing = self._computing[hashes[num_found + num_coming - 1]]
         end = (num_found + num_coming) * block_size
-        return end - computing.num_computed <= num_coming * block_size
+        first, end = self._prefix_cache.span_usable(hashes[:num_found], computing, end)
+        return first < end and end - computing.num_computed <= end - first
 
     def _forget(self, sequence: Sequence, first: int, last: int) -> None:
         for block_hash in sequence.block_hashes[first:last]:

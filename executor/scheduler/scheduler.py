@@ -69,6 +69,7 @@ from inflight.executor.scheduler.sequence import (
     TokenLogprobs,
     accepted_ids,
 )
+from inflight.executor.scheduler.states import StatePool
 from inflight.executor.scheduler.step_constraint import (
     CopyCost,
     DecodeLoad,
@@ -200,7 +201,8 @@ class Scheduler:
         self.windows: WindowPool | None = None
         if window is not None:
             self.windows = WindowPool(window.num_blocks, pool.block_size, window.num_tokens, window.max_sequences)
-        self.prefix_cache = PrefixCache(pool, self.host, limits.enable_prefix_cache, self.windows)
+        self.states = None if limits.states is None else StatePool(limits.states, pool.block_size)
+        self.prefix_cache = PrefixCache(pool, self.host, limits.enable_prefix_cache, self.windows, self.states)
         self._queues = queues = SequenceQueues(limits.num_seat_rows)
         self._kv_policy = kv_policy = _kv_policy_for(limits, pool, self.host, self.prefix_cache, queues)
         self._pending_prefixes = pending_prefixes = PendingPrefixes(
@@ -315,6 +317,7 @@ class Scheduler:
         result.keep_prompt_logprobs(leaving)
         scored = tuple(rows for rows in plan.scored if rows.sequence not in leaving)
         self._publish_restored(plan)
+        self.prefix_cache.keep_states(plan, leaving)
         assert len(result.sampled_ids) == plan.num_sampled, f"{len(result.sampled_ids)} ids for {plan.num_sampled}"
         tokens, finished = NewTokens(), list(self.take_finished())
         has_drafts = bool(plan.drafts) or (self._drafting is not None and self._drafting.has_drafts)
@@ -352,6 +355,7 @@ class Scheduler:
         and what the step wrote is not published. So do sequences that get blocks back which the step was to copy to
         host memory."""
         self._take_oldest_plan(plan)
+        self.prefix_cache.drop_states(plan)
         finished = list(self.take_finished())
         for sequence, samples in zip(plan.sequences, plan.samples, strict=True):
             sequence.num_in_flight -= 1
@@ -444,7 +448,8 @@ class Scheduler:
         return NO_DRAFT_COUNTS if self._drafting is None else self._drafting.tally.counts
 
     def kv_counts(self) -> KvCounts:
-        return KvCounts.of(self.pool, self.host, self.prefix_cache, self._gate.num_reserved_blocks, self.windows)
+        counts = KvCounts.of(self.pool, self.host, self.prefix_cache, self._gate.num_reserved_blocks, self.windows)
+        return counts if self.states is None else counts._replace(states=self.states.counts())
 
     @property
     def reserve_quantile(self) -> float:
@@ -492,6 +497,8 @@ class Scheduler:
         self.pool.check(sequence.block_table for sequence in boarded)
         if self.windows is not None:
             self.windows.check(s.window_table for s in boarded if s.window_table is not None)
+        if self.states is not None:
+            self.states.check(boarded, chain.from_iterable(plan.state_saves for plan in self._plans))
         self._queues.check()
         copies = (sequence.host_copy for sequence in self._queues.preempted)
         held = (sequence.host_prefix for sequence in boarded)
@@ -511,6 +518,7 @@ class Scheduler:
         """Finishes the plan and puts it in flight. Sequences whose last token is in it leave their seats."""
         self._queues.launch(builder)
         self.prefix_cache.store_evicted(builder)
+        self.prefix_cache.plan_states(builder)
         plan = builder.finish(constraint)
         for restored in plan.restored:
             self.prefix_cache.planned(restored)

@@ -143,6 +143,14 @@ class HostPrefix:
     end: int
 
 
+class StateLoad(NamedTuple):
+    """A checkpoint that is copied to a sequence's slot of recurrent state: that of its first `position` tokens."""
+
+    checkpoint: int
+    slot: int
+    position: int
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A sequence that waits or runs.
@@ -157,6 +165,11 @@ class Sequence:
 
     `num_cached_tokens` were found in the prefix cache when it boarded for the first time, `num_host_tokens` of them in
     host memory. `host_prefix` is set while the plans do not yet copy back all that was found there.
+
+    With recurrent layers, `state_slot` is its slot of their state while it is boarded, and `state_load` the checkpoint
+    that the plan which boards it has to load there. The first `branch_tokens` tokens had their KV in the prefix cache
+    then. No state of the first `num_passed_states` tokens or fewer is to be saved any more. `newest_state` is the hash
+    of the prefix of the last state of its output that was kept.
 
     The larger `priority` is served first. `inter_token_target_ms` is the longest step that it should decode in; None:
     any. `deadline_ms` is by the engine's clock and only compared here. `arrival` is
@@ -193,6 +206,11 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     window_table: WindowTable | None = None
     block_hashes: list[bytes] = field(default_factory=list)
+    state_slot: int | None = None
+    state_load: StateLoad | None = None
+    branch_tokens: int = 0
+    num_passed_states: int = 0
+    newest_state: bytes | None = None
     length_limit: int = 0
     seat: int | None = None
     num_in_flight: int = 0
@@ -309,6 +327,15 @@ class ScoredRows(NamedTuple):
         return self.sequence.token_ids[self.start + 1 : self.end + 1]
 
 
+class StateSave(NamedTuple):
+    """The recurrent state after the first `position` tokens, which a plan's row saves to a checkpoint."""
+
+    row: int
+    sequence: Sequence
+    position: int
+    checkpoint: int
+
+
 class Restored(NamedTuple):
     """KV of positions `[start, end)` that is copied back from host memory into `blocks`, of which the first is block
     `start // block_size` of the sequence's table."""
@@ -332,6 +359,9 @@ class StepPlan:
     `restored` says which positions of theirs come back. `stored` are the hashes of the evicted prefix blocks that go
     out; they belong to no sequence.
 
+    Recurrent states are loaded from checkpoints before the rows are computed, and saved with them: `state_loads` and
+    `state_saves`.
+
     A plan is a transaction: it takes effect for all of `touched`, or, when its step fails, those end.
     """
 
@@ -352,6 +382,8 @@ class StepPlan:
     stored: tuple[bytes, ...] = ()
     scored: tuple[ScoredRows, ...] = ()
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: NO_DRAFTS)
+    state_loads: tuple[StateLoad, ...] = ()
+    state_saves: tuple[StateSave, ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[PlanRow]) -> StepPlan:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from inflight.executor.scheduler.blocks import BlockPool, HostBlocks, PoolCounts, WindowPool
 from inflight.executor.scheduler.prefix_cache import PrefixCache
 from inflight.executor.scheduler.sequence import StepPlan
+from inflight.executor.scheduler.states import StateCounts
 from inflight.executor.scheduler.step_constraint import StepConstraint
 
 
@@ -78,7 +79,8 @@ class KvCounts(NamedTuple):
     """KV block counts: free, referenced by sequences, cached without references, findable by hash, reserved, and used
     in host memory by preempted sequences. `query_tokens` and `hit_tokens` were looked up and found in the prefix cache
     since the start, the latter on the device or in host memory. `window` counts the blocks
-    of the layers with a sliding window; None if all layers share a pool."""
+    of the layers with a sliding window; None if all layers share a pool. `states` counts recurrent states; None if no
+    layer has any."""
 
     free_blocks: int
     used_blocks: int
@@ -90,6 +92,7 @@ class KvCounts(NamedTuple):
     hit_tokens: int
     host_prefixes: HostPrefixCounts = HostPrefixCounts()
     window: PoolCounts | None = None
+    states: StateCounts | None = None
 
     @classmethod
     def of(

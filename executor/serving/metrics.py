@@ -85,6 +85,7 @@ class StandingMetrics(Collector):
             return
         yield from self._gauges(status)
         yield from self._kv_groups(status)
+        yield from self._states(status)
         yield from self._counters(status)
         yield from self._split_counters(status)
         yield from self._vllm(status)
@@ -136,6 +137,25 @@ class StandingMetrics(Collector):
             for group, counts in groups:
                 gauge.add_metric([self._service.description.model, group], count(counts))
             yield gauge
+
+    def _states(self, status: EngineStatus) -> Iterator[Metric]:
+        """Yields the slots and checkpoints of recurrent state, of models that have such layers."""
+        states, model = status.kv.states, self._service.description.model
+        if states is None:
+            return
+        gauges = (
+            ("state_slots", "Slots of recurrent state.", states.slots),
+            ("state_slots_used", "Slots of recurrent state that sequences hold.", states.used_slots),
+            ("state_checkpoints", "Checkpoints of recurrent state.", states.checkpoints),
+            ("state_checkpoints_kept", "Checkpoints that hold the state of a prefix.", states.kept_checkpoints),
+        )
+        counters = (
+            ("state_checkpoints_saved", "Checkpoints of prefixes that were saved.", states.saved),
+            ("state_checkpoints_loaded", "Checkpoints that sequences boarded with.", states.loaded),
+            ("state_checkpoints_dropped", "Checkpoints dropped for others.", states.dropped),
+        )
+        yield from _families(GaugeMetricFamily, "inflight_", "model", model, gauges)
+        yield from _families(CounterMetricFamily, "inflight_", "model", model, counters)
 
     def _counters(self, status: EngineStatus) -> Iterator[Metric]:
         kv, host = status.kv, status.kv.host_prefixes

@@ -29,9 +29,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight.executor.scheduler.sequence import Sequence, StepPlan
+from inflight.executor.scheduler.sequence import Sequence, StateLoad, StateSave, StepPlan
 
 NO_TARGETS = torch.zeros(0, dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateRows:
+    """The recurrent states of a step: the slot of each sequence, `slots[S]` int64, and the checkpoints that are loaded
+    before the rows are computed and saved with them."""
+
+    slots: Tensor
+    loads: tuple[StateLoad, ...] = ()
+    saves: tuple[StateSave, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +65,7 @@ class StepBatch:
     no meaning there.
 
     `adapter_slots[S]` int32 are the slots of the sequences' adapters, -1 for none; None if no sequence has one.
+    `states` are their recurrent states; None if no layer is recurrent.
     """
 
     token_ids: Tensor
@@ -73,6 +84,7 @@ class StepBatch:
     adapter_slots: Tensor | None = None
     window_tables: Tensor | None = None
     window_slots: Tensor | None = None
+    states: StateRows | None = None
     is_padded: bool = False
 
     @property
@@ -154,8 +166,17 @@ class StepPacker:
     same sequences as the previous step. Then even the arrays of the rows are reused, with one added to each position.
     """
 
-    def __init__(self, num_seats: int, max_blocks: int, block_size: int, *, has_windows: bool = False) -> None:
+    def __init__(
+        self,
+        num_seats: int,
+        max_blocks: int,
+        block_size: int,
+        *,
+        has_windows: bool = False,
+        has_states: bool = False,
+    ) -> None:
         self._block_size = block_size
+        self._has_states = has_states
         # The same for the pool of the layers with a sliding window, if they have one.
         self._window_tables = np.zeros((num_seats, max_blocks), np.int32) if has_windows else None
         self._tables = np.zeros((num_seats, max_blocks), np.int32)
@@ -207,6 +228,7 @@ class StepPacker:
             adapter_slots=rows.adapter_slots,
             window_tables=None if windows is None else torch.from_numpy(windows),
             window_slots=None if windows is None else self._slots(windows, seat_of_token, positions),
+            states=_states(plan) if self._has_states else None,
         )
 
     def _slots(
@@ -248,13 +270,19 @@ class StepPacker:
 def pack(plan: StepPlan, block_size: int) -> StepBatch:
     """Packs a plan of sequences that have no seat, with temporary tables."""
     most_blocks = max(len(sequence.block_table) for sequence in plan.sequences)
-    packer = StepPacker(plan.num_rows, most_blocks, block_size)
+    has_states = plan.sequences[0].state_slot is not None
+    packer = StepPacker(plan.num_rows, most_blocks, block_size, has_states=has_states)
     for seat, sequence in enumerate(plan.sequences):
         sequence.seat = seat
     batch = packer.pack(replace(plan, boarded=tuple(plan.sequences)))
     for sequence in plan.sequences:
         sequence.seat = None
     return batch
+
+
+def _states(plan: StepPlan) -> StateRows:
+    slots = torch.tensor([sequence.state_slot for sequence in plan.sequences])
+    return StateRows(slots, plan.state_loads, plan.state_saves)
 
 
 def _token_ids(plan: StepPlan, num_carried: int) -> npt.NDArray[np.int64]:

@@ -16,7 +16,13 @@ class StepInputs:
 
     def __init__(self, limits: SchedulerLimits, block_size: int, vocabulary_size: int) -> None:
         num_seats, max_blocks = limits.num_seat_rows, -(-limits.context_length // block_size)
-        self._packer = StepPacker(num_seats, max_blocks, block_size, has_windows=limits.kv_window is not None)
+        self._packer = StepPacker(
+            num_seats,
+            max_blocks,
+            block_size,
+            has_windows=limits.kv_window is not None,
+            has_states=limits.states is not None,
+        )
         self._columns = SamplingColumns(num_seats, vocabulary_size)
         self.masks = MaskFiller(torch.get_num_threads())
 

@@ -11,6 +11,7 @@ import os
 import time
 from concurrent.futures import Future
 
+from inflight.common.machine import num_usable_cores
 from inflight.common.model_source import ModelError, ModelSource, resolve_model
 from inflight.common.process import EXIT_FAILED
 from inflight.common.protocol import PROTOCOL_VERSION
@@ -147,8 +148,8 @@ def identity(settings: ExecutorSettings, source: ModelSource, backend: Backend, 
 
 
 def _limit_threads(num_threads: int) -> None:
-    """Limits vLLM's threads on a CPU. It binds them to the first cores otherwise, where those of another executor on
-    this machine would be as well."""
-    if num_threads:
+    """Limits vLLM's threads on a CPU if they are fewer than its cores. It would bind them to the first cores, where
+    those of another executor on this machine are as well."""
+    if 0 < num_threads < num_usable_cores():
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))

@@ -69,11 +69,11 @@ def _size(flags: argparse.Namespace) -> Sizing:
     flags.max_num_sequences = flags.max_num_sequences or _most_seats(flags, capacity)
     pool, machine = _pool(flags, shape, capacity)
     if machine is not None:
-        pool = _with_windows(flags, shape, traffic, machine, pool)
+        pool = _with_seats(flags, shape, traffic, machine, pool)
     speed = _speed(flags, capacity)
     policy, free, full = _seats(flags, pool, traffic)
     held = (full if policy == "max_utilization" else free).seats_mean
-    seats = min(held, pool.num_window_seats or held, flags.max_num_sequences)
+    seats = min(held, pool.num_window_seats or pool.num_state_seats or held, flags.max_num_sequences)
     if seats < 1:
         raise SettingError(f"a request of {traffic.prompt_tokens} + {traffic.max_tokens} tokens does not fit")
     return Sizing(
@@ -109,18 +109,19 @@ def _seats(flags: argparse.Namespace, pool: Pool, traffic: Traffic) -> tuple[str
     return flags.batch_scheduler_policy or better_policy(free, full, flags.max_num_sequences), free, full
 
 
-def _with_windows(
+def _with_seats(
     flags: argparse.Namespace, shape: ModelShape, traffic: Traffic, machine: Machine, one_pool: Pool
 ) -> Pool:
-    """Returns the pools with a group for sliding windows that fill the most seats, or the one pool without windows.
-    More seats need a larger window pool, which leaves fewer blocks."""
+    """Returns the pools with a group for sliding windows, or with recurrent state, that fill the most seats; the one
+    pool without these. More seats need more memory of theirs, which leaves fewer blocks."""
     most = flags.max_tokens_in_paged_kv_cache
-    for seats in range(flags.max_num_sequences if shape.num_window_layers else 0, 0, -1):
+    depends_on_seats = shape.num_window_layers or shape.recurrent is not None
+    for seats in range(flags.max_num_sequences if depends_on_seats else 0, 0, -1):
         steps = Steps(seats, max(flags.max_num_tokens, seats))
         pool = pool_of(shape, machine, flags.dtype, flags.tokens_per_block, most, one_pool.num_ranks, steps)
         policy, free, full = _seats(flags, pool, traffic)
         held = (full if policy == "max_utilization" else free).seats_mean
-        if pool.num_window_blocks and held >= seats:
+        if (pool.num_window_blocks or pool.num_state_slots) and held >= seats:
             return pool
     return one_pool
 

@@ -101,12 +101,33 @@ from inflight.router.stream.relay import Relay, unattended_s
 from inflight.router.stream.request_stream import Reader, RequestStream, unread_stream
 from inflight.v1 import executor_pb2, types_pb2
 
+log = logging.getLogger(__name__)
+
 Outcome = TypeVar("Outcome")
+OpenAttached = Callable[[executor_pb2.SequenceAttached], RequestStream]
 
 # The number of requests that fit into the concurrent calls of submit.lua (`inflight.router.ledger.calls`). A new
 # request that gets no turn within `SUBMIT_TURN_S` is refused. Its client can try another router, or try again later.
 MAX_CONCURRENT_SUBMITS = 32
 SUBMIT_TURN_S = 2.0
+# The ended requests of a pool that are kept.
+MAX_STREAMS = 10_000
+MAX_BYTES = 64 * 1024 * 1024
+
+QUEUE_EVENT_INTERVAL_S = 1.0
+KEEP_ENDED_S = 60.0
+# Time for which an adopted request waits for its reader. A reader waits until all choices are adopted, so this time is
+# longer than the adoption of another choice can take.
+UNCLAIMED_S = 10.0
+# Time for which a reconnecting client waits for the end of its request while the request is being cancelled.
+CANCEL_WAIT_S = 5.0
+# A router that has just started links its executors within a second.
+LINK_WAIT_S = 3.0
+# An executor answers between two steps, unless it hangs.
+ANSWER_WAIT_S = 5.0
+
+# Final errors. A reconnecting client gets them again.
+LASTING_ERRORS = frozenset({Reason.INTERNAL, Reason.ATTEMPTS_EXHAUSTED, Reason.NEVER_FITS})
 
 
 class SubmitTurns:
@@ -127,10 +148,6 @@ class SubmitTurns:
             return await submit()
         finally:
             self._turns.release()
-
-
-MAX_STREAMS = 10_000
-MAX_BYTES = 64 * 1024 * 1024
 
 
 class EndedStreams:
@@ -178,26 +195,6 @@ class EndedStreams:
     def _drop(self, ledger_id: str) -> None:
         _, _, num_bytes = self._kept.pop(ledger_id, (None, 0.0, 0))
         self._num_bytes -= num_bytes
-
-
-log = logging.getLogger(__name__)
-
-QUEUE_EVENT_INTERVAL_S = 1.0
-KEEP_ENDED_S = 60.0
-# Time for which an adopted request waits for its reader. A reader waits until all choices are adopted, so this time is
-# longer than the adoption of another choice can take.
-UNCLAIMED_S = 10.0
-# Time for which a reconnecting client waits for the end of its request while the request is being cancelled.
-CANCEL_WAIT_S = 5.0
-# A router that has just started links its executors within a second.
-LINK_WAIT_S = 3.0
-# An executor answers between two steps, unless it hangs.
-ANSWER_WAIT_S = 5.0
-
-# Final errors. A reconnecting client gets them again.
-LASTING_ERRORS = frozenset({Reason.INTERNAL, Reason.ATTEMPTS_EXHAUSTED, Reason.NEVER_FITS})
-
-OpenAttached = Callable[[executor_pb2.SequenceAttached], RequestStream]
 
 
 class Dispatcher:

@@ -34,8 +34,34 @@ from inflight.router.request.executor_context import FrameError
 from inflight.router.stream.request_stream import RequestStream, unread_stream
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
+log = logging.getLogger(__name__)
+
 CHECK_INTERVAL_S = 1.0
 LATE_S = 1.0
+# The attempt of a slot whose sequence is now read through another slot. No attempt has this number, so the slot is
+# never current.
+READ_ELSEWHERE = -1
+# If a router has not acknowledged this many steps, the executor sends the tokens of later steps together, in one frame.
+MAX_UNACKED_STEPS = 16
+ACK_EVERY_FRAMES = 4
+# By default.
+MAX_OUTPUT_DELAY_S = 0.025
+DESCRIBE_TIMEOUT_S = 5.0
+# Executors of versions without `refusal` do not end the stream.
+REFUSAL_TIMEOUT_S = 1.0
+# An executor reports at least once a second on every stream, and its lease in the ledger lapses after 5 s.
+MAX_SILENT_S = 4
+MIN_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 1.0
+# An executor that breaks the protocol costs each request that it gets an attempt.
+MAX_BREACH_BACKOFF_S = 30.0
+
+# gRPC's default backoff grows to minutes while an executor loads its model. The reconnect loop below has its own
+# backoff.
+_RECONNECT_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", int(MIN_BACKOFF_S * 1000)),
+    ("grpc.max_reconnect_backoff_ms", int(MAX_BACKOFF_S * 1000)),
+]
 
 
 class LivenessTimer:
@@ -71,34 +97,6 @@ class LivenessTimer:
             await asyncio.sleep(CHECK_INTERVAL_S)
             self.check(loop.time() - due)
         end()
-
-
-log = logging.getLogger(__name__)
-
-# The attempt of a slot whose sequence is now read through another slot. No attempt has this number, so the slot is
-# never current.
-READ_ELSEWHERE = -1
-# If a router has not acknowledged this many steps, the executor sends the tokens of later steps together, in one frame.
-MAX_UNACKED_STEPS = 16
-ACK_EVERY_FRAMES = 4
-# By default.
-MAX_OUTPUT_DELAY_S = 0.025
-DESCRIBE_TIMEOUT_S = 5.0
-# Executors of versions without `refusal` do not end the stream.
-REFUSAL_TIMEOUT_S = 1.0
-# An executor reports at least once a second on every stream, and its lease in the ledger lapses after 5 s.
-MAX_SILENT_S = 4
-MIN_BACKOFF_S = 0.1
-MAX_BACKOFF_S = 1.0
-# An executor that breaks the protocol costs each request that it gets an attempt.
-MAX_BREACH_BACKOFF_S = 30.0
-
-# gRPC's default backoff grows to minutes while an executor loads its model. The reconnect loop below has its own
-# backoff.
-_RECONNECT_OPTIONS = [
-    ("grpc.initial_reconnect_backoff_ms", int(MIN_BACKOFF_S * 1000)),
-    ("grpc.max_reconnect_backoff_ms", int(MAX_BACKOFF_S * 1000)),
-]
 
 
 class NotAttached(Enum):

@@ -24,6 +24,7 @@ from inflight.executor.model.runner import ModelRunner
 from inflight.executor.settings import ExecutorSettings
 from tests.kernels.test_gpu_decoder import FAMILY, PROMPTS
 from tests.kernels.test_gpu_drafts import MAKERS, check_drafts, folders
+from tests.kernels.test_gpu_experts import FAMILY as EXPERTS
 from tests.kernels.test_gpu_runner import (
     BLOCK_SIZE,
     LIMITS,
@@ -64,9 +65,9 @@ def folder(tmp_path: Path) -> Path:
     return save_model(FAMILY["llama"], tmp_path / "llama")
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", FAMILY | EXPERTS)
 def test_tokens_are_those_of_transformers(tmp_path: Path, name: str) -> None:
-    folder = save_model(FAMILY[name], tmp_path / name)
+    folder = save_model((FAMILY | EXPERTS)[name], tmp_path / name)
     network: Any = AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
     model = load(folder, "auto")
     assert isinstance(model.forward, GpuForward)

@@ -49,6 +49,8 @@ from inflight.executor.gpu.row_groups import TILE_ROWS, RowGroups
 from inflight.executor.gpu.sampling import DrawRows, draw
 from inflight.executor.gpu.step_buffers import StepBuffers
 from inflight.executor.gpu.step_layout import StepLayout
+from inflight.executor.kernels.coded import E4M3, E8M0, FP4, FP8, INT4, INT8, NUMBER
+from inflight.executor.products.coded import CodedMatrix
 from inflight.executor.step.batch import StepBatch
 
 META = torch.device("meta")
@@ -59,6 +61,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
 
@@ -99,6 +102,36 @@ def experts_of(num_experts: int, num_chosen: int, hidden_size: int, size: int, r
 
 LLAMA_8B_SHAPE, SMOLLM2_SHAPE = shape_of(32, 8, 128, 14336), shape_of(9, 3, 64, 1536)
 
+
+def coded(
+    num_bits: int, group_size: int, scale: torch.dtype, kinds: tuple[int, int], beside: torch.dtype | None = None,
+    *, row_block: int = 1, has_factors: bool = False,
+) -> CodedMatrix:  # fmt: skip
+    """A matrix of codes without storage."""
+    num_rows, num_columns = 6144, 4096
+    scales = num_columns // group_size, num_rows // row_block
+    return CodedMatrix(
+        torch.empty((num_rows, num_columns * num_bits // 8), dtype=torch.uint8, device=META),
+        torch.empty(scales, dtype=scale, device=META),
+        None if beside is None else torch.empty(scales, dtype=beside, device=META),
+        torch.empty(num_rows, device=META) if has_factors else None,
+        None,
+        *kinds,
+        group_size,
+        row_block,
+    )
+
+
+PLAIN = NUMBER.value
+CODED = (
+    coded(4, 128, torch.float16, (INT4.value, PLAIN), torch.uint8),  # GPTQ, AWQ
+    coded(4, 32, torch.float32, (INT4.value, PLAIN), torch.float32),  # Q4_K
+    coded(8, 32, torch.float16, (INT8.value, PLAIN), torch.uint8),  # Q8_0
+    coded(8, 4096, torch.float32, (FP8.value, PLAIN)),
+    coded(8, 128, torch.float32, (FP8.value, PLAIN), row_block=128),
+    coded(4, 32, torch.uint8, (FP4.value, E8M0.value)),
+    coded(4, 16, torch.uint8, (FP4.value, E4M3.value), has_factors=True),
+)
 QWEN3_30B_SHAPE = replace(experts_of(128, 8, 2048, 768, Routing()), normalizes_experts=True)
 # DeepSeek-V3's router with the sizes of GLM-4.5-Air, and with groups.
 GROUPED_SHAPE = experts_of(128, 8, 4096, 1408, Routing(has_sigmoid=True, num_groups=8, num_chosen_groups=4))
@@ -157,6 +190,8 @@ def main(capability: int, *, is_digest: bool, is_sample: bool) -> None:
         gated_fp8(empty(8, 2 * 14336, dtype=torch.bfloat16))
         launch_scaled()
     launch_layers()
+    for matrix in CODED:
+        launch_coded(matrix)
     launch_experts()
     for shape in (LLAMA_8B_SHAPE, SMOLLM2_SHAPE):
         launch_adapters(shape)
@@ -264,6 +299,13 @@ def launch_layers() -> None:
     buffers = StepBuffers(META, layout, 40, 512)
     buffers.resolve(layout)
     buffers.follow(0, 3)
+
+
+def launch_coded(matrix: CodedMatrix) -> None:
+    """Products of a few decodes, of many, and of a prompt, with a fused and with a narrow matrix."""
+    for num_tokens in (8, 64, 300):
+        inputs = empty(num_tokens, matrix.shape[1], dtype=torch.bfloat16)
+        matrix.multiply(inputs, empty(num_tokens, matrix.shape[0], dtype=torch.bfloat16))
 
 
 def launch_experts() -> None:

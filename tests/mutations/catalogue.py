@@ -114,6 +114,20 @@ SCHEDULER = (
         ("tests/unit/test_prefix_cache.py", *SCHEDULER_TESTS),
     ),
     Mutation(
+        "a prefix is used without the recurrent state at its end",
+        "executor/scheduler/states.py",
+        "if hashes[number - 1] in self._kept), 0)",
+        "if self._kept), 0)",
+        ("tests/unit/test_states.py", *SCHEDULER_TESTS),
+    ),
+    Mutation(
+        "a checkpoint has the state of another position",
+        "executor/scheduler/states.py",
+        "builder.state_saves.append(StateSave(row, sequence, position, checkpoint))",
+        "builder.state_saves.append(StateSave(row, sequence, position - 1, checkpoint))",
+        ("tests/unit/test_states.py", *SCHEDULER_TESTS),
+    ),
+    Mutation(
         "a sequence boards on blocks that others have reserved",
         "executor/scheduler/kv_policy.py",
         "return self._prefix_cache.would_share(sequence, num_missing)",

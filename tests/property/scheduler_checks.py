@@ -160,9 +160,10 @@ class ReservedChecks:
             assert is_full, "a seat and tokens were left unused"
 
     def _has_no_window(self, plan: StepPlan) -> bool:
-        """Whether the window pool kept sequences from boarding: those whose last step is in flight have left their
-        seats and still hold blocks there."""
-        return self.limits.kv_window is not None and plan.constraint is StepConstraint.BLOCKS
+        """Whether the window pool, or slots of recurrent state, kept sequences from boarding: those whose last step is
+        in flight have left their seats and still hold blocks there."""
+        has_own_pool = self.limits.kv_window is not None or self.limits.states is not None
+        return has_own_pool and plan.constraint is StepConstraint.BLOCKS
 
     def _has_room(self, plan: StepPlan, decodes: set[Sequence]) -> bool:
         """Whether a prompt could have had more of this step."""

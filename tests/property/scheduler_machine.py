@@ -22,12 +22,14 @@ from inflight.executor.scheduler.sequence import (
 from inflight.executor.scheduler.step_constraint import CopyCost, PrefillAllowance, PrefillCost
 from tests.property.scheduler_checks import OvercommittedChecks, ReservedChecks, Standing
 from tests.property.scheduler_model import (
+    STATES,
     WINDOWS,
     Expectation,
     Promises,
     limits_strategy,
     num_saved_by,
     sequence_strategy,
+    with_states,
     with_window,
 )
 from tests.support.device.fake_device import FakeDevice, block_contents, logprobs_of, solo_output, token_logprobs
@@ -64,6 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts=st.none() | st.sampled_from(sorted(PROPOSERS)),
         num_ahead=st.sampled_from((0, 1, 8)),
         window_tokens=WINDOWS,
+        states=STATES,
         copy_s=st.sampled_from((0.0, 1.0)),
         copy_cost=st.sampled_from((None, None, CopyCost(1.0, PrefillCost(1.5)), CopyCost(9.0, PrefillCost(1.0)))),
     )
@@ -77,13 +80,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts: str | None,
         num_ahead: int,
         window_tokens: int | None,
+        states: tuple[int, int] | None,
         copy_s: float,
         copy_cost: CopyCost | None,
     ) -> None:
         self.most_plans = 2 if overlap else 1
         self.max_prefill_tokens = max_prefill_tokens
         self.copy_s, self.copy_cost = copy_s, copy_cost
-        self.limits = limits = with_window(limits, window_tokens, block_size)
+        self.limits = limits = with_states(with_window(limits, window_tokens, block_size), states, block_size)
         # Overcommitted, a pool that a few of them fill.
         num_blocks = (35 + num_tokens // 4 if limits.is_overcommitted else num_tokens) // block_size
         self.pool = BlockPool(num_blocks, block_size)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from inflight.common.kv_size import WindowSize
-from inflight.executor.scheduler.limits import KvWindow, Overcommit, PreemptionCost
+from inflight.common.kv_size import WindowSize, num_slots
+from inflight.executor.scheduler.limits import KvWindow, Overcommit, PreemptionCost, StateLimits
 from inflight.executor.scheduler.scheduler import Batching, Refusal, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.sequence import Constraint, FinishEvent, FinishReason, Sampling, Sequence, Stopping
-from tests.support.device.fake_device import VOCABULARY_SIZE
+from tests.support.device.fake_device import MAX_DRAFTS, VOCABULARY_SIZE
 
 # Prompts start like one of these, so that prefixes meet.
 COMMON_STARTS = ([0] * 12, [0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], [1, 0] * 6)
@@ -124,8 +124,6 @@ def limits_strategy(draw: st.DrawFn) -> SchedulerLimits:
     )
 
 
-# More than any sequence of `sequence_strategy` drafts.
-MAX_DRAFTS = 7
 # Tokens of the window of layers that have a pool of their own; None: there is one pool.
 WINDOWS = st.sampled_from((None, None, 1, 3, 4, 9, 30))
 
@@ -140,6 +138,19 @@ def with_window(limits: SchedulerLimits, num_tokens: int | None, block_size: int
     num_seats = limits.max_num_sequences
     window = KvWindow(num_tokens, size.num_blocks(num_seats), size.num_sequences(num_seats))
     return replace(limits, kv_window=window, num_host_blocks=0)
+
+
+# Checkpoints of recurrent state, and the blocks between two of their places; None: no layer is recurrent.
+STATES = st.sampled_from((None, None, (0, 1), (1, 1), (3, 2), (40, 1), (40, 3)))
+
+
+def with_states(limits: SchedulerLimits, states: tuple[int, int] | None, block_size: int) -> SchedulerLimits:
+    """The same limits with as few slots of recurrent state as there may be."""
+    if states is None:
+        return limits
+    num_checkpoints, num_blocks = states
+    slots = StateLimits(num_slots(limits.max_num_sequences), num_checkpoints, num_blocks * block_size)
+    return replace(limits, states=slots, num_host_blocks=0)
 
 
 def unready_constraint() -> Constraint:

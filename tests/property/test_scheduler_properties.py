@@ -14,7 +14,14 @@ from inflight.executor.scheduler.scheduler import Scheduler, SchedulerLimits
 from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan, StepResult
 from inflight.executor.scheduler.step_constraint import PrefillAllowance, PrefillCost
 from tests.property.scheduler_machine import SchedulerMachine
-from tests.property.scheduler_model import WINDOWS, limits_strategy, sequence_strategy, with_window
+from tests.property.scheduler_model import (
+    STATES,
+    WINDOWS,
+    limits_strategy,
+    sequence_strategy,
+    with_states,
+    with_window,
+)
 from tests.support.device.fake_device import FakeDevice, solo_output
 from tests.support.examples import examples
 from tests.support.scheduler.drafting import CHEAP, PROPOSERS, eager
@@ -41,6 +48,7 @@ ALLOWANCES = st.none() | st.builds(
     allowance=ALLOWANCES,
     drafts=st.none() | st.sampled_from(sorted(PROPOSERS)),
     window_tokens=WINDOWS,
+    states=STATES,
     choice=st.data(),
 )
 def test_every_request_gets_its_solo_output_however_small_the_pool_and_the_chunks(
@@ -50,12 +58,13 @@ def test_every_request_gets_its_solo_output_however_small_the_pool_and_the_chunk
     allowance: PrefillAllowance | None,
     drafts: str | None,
     window_tokens: int | None,
+    states: tuple[int, int] | None,
     choice: st.DataObject,
 ) -> None:
     """Requests come back with a new attempt until they are taken, as routers do."""
     # Given a crowd, and a pool that just holds the largest of it.
     block_size = choice.draw(st.integers(1, 4))
-    limits = with_window(limits, window_tokens, block_size)
+    limits = with_states(with_window(limits, window_tokens, block_size), states, block_size)
     crowd = [
         choice.draw(sequence_strategy(block_size, f"r{i}", 1, limits.is_overcommitted))
         for i in range(choice.draw(st.integers(1, 12 if not limits.is_overcommitted else 20)))

@@ -18,6 +18,7 @@ from inflight.executor.checkpoint.gguf import import_gguf
 from inflight.executor.settings import ExecutorSettings
 from tests.property.test_families import CONFIGS as OTHER_CONFIGS
 from tests.property.test_families import TEXTS
+from tests.property.test_hybrid_models import CONFIGS as HYBRID_CONFIGS
 from tests.support.checkpoints.quantized_checkpoints import save_gguf, save_quantized
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.greedy import assert_same, generate_alone
@@ -35,6 +36,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**sizes(tie_word_embeddings=True)),
     "qwen3": Qwen3Config(**sizes()),
     **OTHER_CONFIGS,
+    **HYBRID_CONFIGS,
 }
 GGUF_FILES = {"gguf-q4_k-q6_k": ("Q4_K", "Q6_K"), "gguf-q8_0": ("Q8_0",)}
 

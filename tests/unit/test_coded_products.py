@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, pack_halves
+from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
 from inflight.executor.checkpoint.rounding import round_to
 from inflight.executor.cpu.coded_weights import GROUP_SIZES, encode, is_supported
 from inflight.executor.cpu.decoder import _coded_part, _CodedPart
@@ -63,7 +63,7 @@ def compiled(instructions: str) -> Any:
     return library
 
 
-def product(calls: Any, parts: list[Matrix], rows: Tensor) -> Tensor:
+def product(calls: Any, parts: list[Tensor | QuantizedWeight], rows: Tensor) -> Tensor:
     """Rows times the parts, which are next to each other."""
     columns, depth = sum(part.shape[0] for part in parts), rows.shape[1]
     plain = torch.zeros(columns, depth, dtype=rows.dtype)
@@ -85,7 +85,7 @@ def product(calls: Any, parts: list[Matrix], rows: Tensor) -> Tensor:
     return out
 
 
-def expected(parts: list[Matrix], rows: Tensor) -> Tensor:
+def expected(parts: list[Tensor | QuantizedWeight], rows: Tensor) -> Tensor:
     dense = [part.dequantized() if isinstance(part, QuantizedWeight) else part.to(rows.dtype) for part in parts]
     return rows.double() @ torch.cat([part.double() for part in dense]).T
 
@@ -143,7 +143,7 @@ def test_a_whole_row_may_be_a_group(calls: Any, depth: int, bits: int, dtype: to
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_differ_in_bits_groups_and_orders_and_may_be_plain(calls: Any, dtype: torch.dtype) -> None:
-    parts: list[Matrix] = [
+    parts: list[Tensor | QuantizedWeight] = [
         random_weight(4, 16, seed=1, has_order=True),
         random_weight(8, 32, seed=2),
         torch.randn(COLUMNS, DEPTH, generator=torch.Generator().manual_seed(3)) * 0.1,

@@ -228,9 +228,9 @@ def test_tied_output_layer_may_be_stored_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "words"),
     [
-        ({"quant_algo": "FP8"}, r"quantization method 'modelopt' \(FP8\) is not supported"),
-        ({"quant_algo": "NVFP4", "group_size": 16}, r"quantization method 'modelopt' \(NVFP4\) is not supported"),
-        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, r"'modelopt' \(KV cache FP8\) is not supported"),
+        ({"quant_algo": "W4A8_AWQ"}, "ModelOpt checkpoint: quant_algo 'W4A8_AWQ' is not supported"),
+        ({"quant_algo": None, "kv_cache_quant_algo": "FP8"}, "ModelOpt checkpoint: quant_algo is missing"),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": "INT8"}, "kv_cache_quant_algo 'INT8' is not supported"),
     ],
 )
 def test_quantization_of_modelopt_is_refused_by_name(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from inflight.common.model_source import ModelError
-from inflight.executor.model.layer_check import TOLERANCE, compare_layers, layer_distances
+from inflight.executor.model.layer_check import OF_FP8, compare_layers, layer_distances
 from inflight.executor.model.self_check import LONG_TOKENS, SHORT_TOKENS, Expectation
 from inflight.executor.step.batch import StepBatch
 
@@ -49,27 +49,27 @@ def test_right_model_has_no_distance() -> None:
     distances = layer_distances(model.expectation, model.separate_layers)
     assert torch.equal(distances.chunks, torch.zeros(NUM_LAYERS))
     assert torch.equal(distances.decodes, torch.zeros(NUM_LAYERS))
-    compare_layers(model.expectation, model.separate_layers, model.forward)
+    compare_layers(model.expectation, model.separate_layers, model.forward, OF_FP8)
 
 
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 @pytest.mark.parametrize("only_decodes", [False, True])
 def test_single_wrong_layer_is_named(layer: int, only_decodes: bool) -> None:
     passing, failing = (
-        Model(layer=layer, error=factor * TOLERANCE, only_decodes=only_decodes) for factor in (0.9, 1.1)
+        Model(layer=layer, error=factor * OF_FP8.layer, only_decodes=only_decodes) for factor in (0.9, 1.1)
     )
-    compare_layers(passing.expectation, passing.separate_layers, passing.forward)
-    with pytest.raises(ModelError, match=f"self-check failed: layer {layer} in FP8 does not yield"):
-        compare_layers(failing.expectation, failing.separate_layers, failing.forward)
+    compare_layers(passing.expectation, passing.separate_layers, passing.forward, OF_FP8)
+    with pytest.raises(ModelError, match=f"self-check failed: layer {layer} does not yield"):
+        compare_layers(failing.expectation, failing.separate_layers, failing.forward, OF_FP8)
 
 
 def test_layers_that_yield_no_number_are_refused() -> None:
     model = Model(layer=1, error=float("nan"))
     with pytest.raises(ModelError, match="relative distance nan"):
-        compare_layers(model.expectation, model.separate_layers, model.forward)
+        compare_layers(model.expectation, model.separate_layers, model.forward, OF_FP8)
 
 
 def test_right_layers_in_a_wrong_model_are_refused() -> None:
     model = Model()
-    with pytest.raises(ModelError, match="self-check failed: logits in FP8 are not those of transformers"):
-        compare_layers(model.expectation, model.separate_layers, lambda batch: model.forward(batch).roll(1, 0))
+    with pytest.raises(ModelError, match="self-check failed: logits are not those of transformers"):
+        compare_layers(model.expectation, model.separate_layers, lambda batch: model.forward(batch).roll(1, 0), OF_FP8)

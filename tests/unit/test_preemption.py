@@ -9,16 +9,16 @@ import pytest
 
 from inflight.executor.scheduler.blocks import HostBlocks
 from inflight.executor.scheduler.limits import Overcommit, PreemptionCost
-from inflight.executor.scheduler.max_utilization import MaxUtilization
-from inflight.executor.scheduler.plan_builder import StepBuilder
-from inflight.executor.scheduler.preemption import (
+from inflight.executor.scheduler.max_utilization import (
     Candidate,
+    MaxUtilization,
     PreemptedKv,
     choose_victim,
     is_swap_cheaper,
     recompute_cost,
     swap_cost,
 )
+from inflight.executor.scheduler.plan_builder import StepBuilder
 from inflight.executor.scheduler.scheduler import Batching, Refusal, Scheduler, SchedulerPolicy
 from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan
 from tests.support.scheduler.scheduling import (

@@ -31,6 +31,7 @@ from inflight.tools.sizing.arithmetic import (
 from inflight.tools.sizing.model_shape import ModelShape, read_model_shape
 from inflight.tools.sizing.report import better_policy
 from inflight.v1 import inference_pb2
+from tests.property.test_hybrid_models import CONFIGS as HYBRID_CONFIGS
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.torch_threads import torch_threads
 from tests.support.scheduler.scheduling import BLOCK_SIZE, LIMITS, make_scheduler, make_sequence, step
@@ -348,3 +349,68 @@ def test_size_needs_no_torch() -> None:
 
     for path in (*sources("inflight/tools/sizing"), path_of("inflight.cli.size"), path_of("inflight.common.kv_size")):
         assert not {name for name in imports_of(path) if package_of(name) in ("torch", "transformers", "executor")}
+
+
+LFM2 = {
+    "model_type": "lfm2",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "block_ff_dim": 12288,
+    "block_multiple_of": 256,
+    "conv_L_cache": 3,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "max_position_embeddings": 128_000,
+    "vocab_size": 65536,
+    "tie_word_embeddings": True,
+}
+
+
+def test_the_shape_of_recurrent_layers_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LFM2))
+    shape = read_model_shape(str(tmp_path))
+    assert shape.recurrent is not None
+    assert (shape.recurrent.num_layers, shape.num_kv_layers) == (10, 6)
+    # LFM2-1.2B.
+    assert shape.num_parameters == pytest.approx(1.17e9, rel=0.01)
+    # The last two inputs of 10 convolutions of 2048 channels.
+    assert shape.recurrent.input_numbers == 10 * 2 * 2048
+
+
+@pytest.mark.parametrize(
+    ("name", "max_tokens", "num_seats"),
+    [("lfm2", 0, 0), ("lfm2", 20_000, 12), ("qwen3_5", 0, 4), ("qwen3_5", 5_000, 0)],
+)
+def test_its_recurrent_state_is_that_of_a_real_executor(
+    name: str, max_tokens: int, num_seats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = str(save_model(HYBRID_CONFIGS[name], tmp_path / name))
+    monkeypatch.setattr(executor_loader, "num_available_memory_bytes", lambda: 500_000_000)
+    flags = ["--model", model, "--dtype", "float32", "--device", "cpu", "--num-threads", "1"]
+    flags += ["--max-num-sequences", str(num_seats), "--max-tokens-in-paged-kv-cache", str(max_tokens)]
+    with torch_threads(1):
+        loaded = executor_loader.load_executor(load(ExecutorSettings, "inflight executor", flags))
+
+    shape = read_model_shape(model)
+    weight_bytes = pool_of(shape, Machine(GIBIBYTE, False, 0.2, 0), "float32", 16).weight_bytes
+    machine = Machine(500_000_000 + weight_bytes, False, 0.2, 0)
+    pool = pool_of(shape, machine, "float32", 16, max_tokens, steps=Steps(num_seats, 256) if num_seats else None)
+    states, kept = loaded.limits.states, loaded.model.forward.states
+    assert states is not None
+    assert kept is not None
+    assert (pool.num_state_slots, pool.num_checkpoints) == (states.num_slots, states.num_checkpoints)
+    assert (pool.num_blocks, pool.checkpoint_bytes) == (loaded.num_blocks, kept.checkpoint_bytes)
+    assert pool.slot_bytes == kept.slot_bytes(0)
+
+
+def test_size_counts_the_recurrent_state_of_as_many_seats_as_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LFM2))
+    assert main(["size", "--model", str(tmp_path), "--memory-gib", "16", "--prompt-tokens", "6000"]) == 0
+    rows = {line[:22].strip(): line[22:] for line in capsys.readouterr().out.splitlines()}
+    assert "slots and" in rows["recurrent state"]
+    assert "81,920" in rows["recurrent state"]
+    assert main(["size", "--model", str(tmp_path), "--gpu", "h100-80gb"]) != 0
+    assert "a model with recurrent layers needs a CPU" in capsys.readouterr().err

@@ -281,3 +281,43 @@ def test_weights_stay_quantized_by_default_and_where_that_is_set(checkpoints: Ca
         predicted(checkpoints("gptq"), "bfloat16", weight_dtype=kind) for kind in ("auto", "quantized")
     )
     assert by_default.weight_bytes == as_set.weight_bytes
+
+
+LLAMA_3_70B = {
+    "vocab_size": 128_256, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "intermediate_size": 28_672, "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bytes_each"),
+    [
+        # A scale of 2 bytes and a zero of one for each group.
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 0.5 + 3 / 128),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, 0.5 + 3 / 64),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5 + 1 / 16),
+    ],
+)
+def test_llama_3_70b_in_4_bits_fits_a_gpu_of_80_gb(
+    quantization: dict[str, Any], bytes_each: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA_3_70B | {"quantization_config": quantization}))
+    assert main(["size", "--json", "--model", str(file), "--gpu", "h100-80gb"]) == 0
+    pool = json.loads(capsys.readouterr().out)["pool"]
+    matrices = 80 * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28_672)
+    others = 2 * 128_256 * 8192 + 161 * 8192
+    # NVFP4 has a factor for each row besides.
+    assert pool["weight_bytes"] == pytest.approx(matrices * bytes_each + 2 * others, rel=1e-3)
+    assert pool["num_blocks"] > 5000
+    assert main(["size", "--json", "--model", str(file), "--gpu", "h100-80gb", "--weight-dtype", "dense"]) != 0
+
+
+def test_fp8_in_blocks_takes_half_of_bfloat16_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    file.write_text(json.dumps(LLAMA_3_70B | {"quantization_config": quantization}))
+    assert main(["size", "--json", "--model", str(file), "--gpu", "h200-141gb"]) == 0
+    weight_bytes = json.loads(capsys.readouterr().out)["pool"]["weight_bytes"]
+    matrices = 80 * 8192 * (2 * 8192 + 2 * 1024 + 3 * 28_672)
+    assert weight_bytes == pytest.approx(matrices * (1 + 4 / 128**2) + 4 * 128_256 * 8192, rel=1e-4)

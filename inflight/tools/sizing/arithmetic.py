@@ -9,15 +9,19 @@ import math
 from dataclasses import dataclass, replace
 
 from inflight.common.kv_size import (
+    MOST_SEATS,
     KvBudget,
+    StateSize,
     WindowSize,
     blocks_for,
+    hybrid_sizes,
     kv_bytes_per_token,
     kv_groups,
     num_host_kv_blocks,
     num_kv_blocks,
 )
 from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER, gpu_adapter_slot_bytes
+from inflight.common.model_files.recurrent import RecurrentShape
 from inflight.common.settings import SettingError
 from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes
 from inflight.tools.sizing.model_shape import ModelShape
@@ -83,6 +87,8 @@ class Pool:
 
     `num_window_blocks` is the pool of the layers with a sliding window for `num_window_seats`, if it is not 0. Bytes
     are those in all layers nevertheless.
+
+    `num_state_slots` are the slots of recurrent state for `num_state_seats`, if there are such layers.
     """
 
     weight_bytes: int
@@ -95,6 +101,11 @@ class Pool:
     num_window_seats: int = 0
     adapter_bytes: int = 0
     num_host_blocks: int = 0
+    num_state_slots: int = 0
+    num_checkpoints: int = 0
+    slot_bytes: int = 0
+    checkpoint_bytes: int = 0
+    num_state_seats: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +197,15 @@ def pool_of(
         _check_gpu_ranks(machine.options)
     head_dim = shape.head_dim if machine.is_gpu else blocks_for(shape.head_dim, CPU_LANES) * CPU_LANES
     head_bytes = _head_bytes(machine, dtype, head_dim)
-    bytes_per_token = kv_bytes_per_token(shape.num_layers, shape.kv_heads_of_rank(num_ranks), head_bytes)
+    bytes_per_token = kv_bytes_per_token(shape.num_kv_layers, shape.kv_heads_of_rank(num_ranks), head_bytes)
     bytes_per_block = bytes_per_token * tokens_per_block
     weight_bytes = _weight_bytes(shape, machine, dtype, num_ranks)
     adapter_bytes = _adapter_bytes(shape, machine, dtype, num_ranks)
     free_bytes = max(0, machine.memory_bytes - weight_bytes - adapter_bytes - machine.working_bytes)
     budget = KvBudget(max_tokens_in_pool, free_bytes, machine.fraction)
+    if shape.recurrent is not None:
+        pool = Pool(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, 0)
+        return _with_states(pool, shape, shape.recurrent, machine, dtype, budget, steps)
     num_blocks = num_kv_blocks(budget, tokens_per_block, bytes_per_block)
     host_bytes = machine.options.kv_cache_host_memory_bytes
     # Of a GPU's host the memory is not known.
@@ -210,6 +224,44 @@ def pool_of(
     if machine.is_gpu or host_bytes or steps is None or not shape.num_window_layers:
         return pool
     return _with_window_group(pool, shape, steps, is_limited=max_tokens_in_pool > 0)
+
+
+def _with_states(
+    pool: Pool,
+    shape: ModelShape,
+    recurrent: RecurrentShape,
+    machine: Machine,
+    dtype: str,
+    budget: KvBudget,
+    steps: Steps | None,
+) -> Pool:
+    """Returns the pool beside the state of recurrent layers, for the seats of `steps` or those that are likely."""
+    if machine.is_gpu:
+        raise SettingError("a model with recurrent layers needs a CPU: give --memory-gib")
+    for name in ("max_adapters", "kv_cache_host_memory_bytes"):
+        if getattr(machine.options, name):
+            raise SettingError(f"--{name.replace('_', '-')} does not go with a model with recurrent layers")
+    input_bytes = recurrent.input_numbers * BYTES_PER_NUMBER[dtype]
+    slot_bytes, checkpoint_bytes = recurrent.slot_bytes + input_bytes, recurrent.checkpoint_bytes + input_bytes
+    sizes = hybrid_sizes(
+        budget,
+        pool.tokens_per_block,
+        pool.bytes_per_block,
+        StateSize(slot_bytes, checkpoint_bytes, recurrent.grid_tokens),
+        context_length=shape.context_length or pool.tokens_per_block,
+        num_seats_set=0 if steps is None else steps.max_num_sequences,
+        most_seats=MOST_SEATS["cpu"],
+        keeps_prefixes=True,
+    )
+    return replace(
+        pool,
+        num_blocks=sizes.num_blocks,
+        num_state_slots=sizes.num_slots,
+        num_checkpoints=sizes.num_checkpoints,
+        slot_bytes=slot_bytes,
+        checkpoint_bytes=checkpoint_bytes,
+        num_state_seats=sizes.num_seats,
+    )
 
 
 def _with_window_group(pool: Pool, shape: ModelShape, steps: Steps, *, is_limited: bool) -> Pool:
@@ -242,7 +294,7 @@ def _with_window_group(pool: Pool, shape: ModelShape, steps: Steps, *, is_limite
 def _check_gpu_ranks(options: MemoryOptions) -> None:
     """Raises `SettingError` for options with which an executor refuses ranks on GPUs."""
     lacking = {
-        "--weight-dtype fp8": options.weight_dtype == "fp8",
+        f"--weight-dtype {options.weight_dtype}": options.weight_dtype in ("fp8", "quantized"),
         "--kv-cache-dtype fp8": options.kv_cache_dtype == "fp8",
         "--max-adapters": options.max_adapters > 0,
         "--kv-cache-host-memory-bytes": options.kv_cache_host_memory_bytes > 0,
@@ -264,21 +316,38 @@ def _head_bytes(machine: Machine, dtype: str, head_dim: int) -> int:
 
 
 def _weight_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: int) -> int:
-    """Returns the weights of a rank. On a GPU they are dense, or those of layers are in FP8."""
+    """Returns the weights of a rank. On a GPU those of layers are dense, as in a quantized checkpoint, or in FP8."""
     weight_dtype = machine.options.weight_dtype
     if weight_dtype == "fp8":
         if not machine.is_gpu:
             raise SettingError("--weight-dtype fp8 needs a GPU: give --gpu")
         return -(-fp8_weight_bytes(shape, dtype) // num_ranks)
     if machine.is_gpu or not shape.weights:
-        if weight_dtype in ("quantized", "int8", "int4"):
+        is_quantized = any(weight.codes is not None for weight in shape.weights)
+        if weight_dtype == "quantized" and machine.is_gpu and not is_quantized:
+            raise SettingError("--weight-dtype quantized is for quantized checkpoints, and this one is not")
+        if weight_dtype in ("int8", "int4") or (weight_dtype == "quantized" and not machine.is_gpu):
             raise SettingError(f"--weight-dtype {weight_dtype} needs a CPU: give --memory-gib")
         num_numbers = shape.num_parameters
         if machine.is_gpu and num_ranks > 1 and shape.weights:
             # Ranks divide the embedding and the output layer differently, so they do not share a tied one.
             num_numbers = sum(weight.number for weight in shape.weights)
-        return -(-num_numbers // num_ranks) * BYTES_PER_NUMBER[dtype]
+        dense_bytes = -(-num_numbers // num_ranks) * BYTES_PER_NUMBER[dtype]
+        # Ranks on GPUs expand a quantized checkpoint.
+        return dense_bytes if num_ranks > 1 or weight_dtype == "dense" else dense_bytes - _saved_bytes(shape, dtype)
     return -(-cpu_weight_bytes(shape.weights, dtype, weight_dtype) // num_ranks)
+
+
+def _saved_bytes(shape: ModelShape, dtype: str) -> int:
+    """Returns what the matrices of a quantized checkpoint take less than dense ones on a GPU. Embedding and output
+    layer are dense there."""
+    return math.floor(
+        sum(
+            weight.number * (BYTES_PER_NUMBER[dtype] - weight.codes.gpu_bytes_each)
+            for weight in shape.weights
+            if weight.codes is not None and weight.role is Role.MATRIX
+        )
+    )
 
 
 def fp8_weight_bytes(shape: ModelShape, dtype: str) -> int:

@@ -14,15 +14,24 @@ from inflight.common.kv_size import kv_heads_of_rank, numbers_of_ranks
 from inflight.common.model_files.context_length import context_length_of
 from inflight.common.model_files.gguf_header import GgufHeader, parts_of
 from inflight.common.model_files.layer_sizes import LayerSizes
+from inflight.common.model_files.recurrent import RECURRENT_GGUF, RecurrentShape, lfm2_inner_size, recurrent_shape
 from inflight.common.model_source import HUB_NAME, ModelError, folder_name, read_gguf, read_json, resolve_model
-from inflight.tools.sizing.weights import Role, Weights, computed_weights, weights_of_folder, weights_of_gguf
+from inflight.tools.sizing.weights import (
+    Role,
+    WeightCount,
+    Weights,
+    computed_weights,
+    weights_of_folder,
+    weights_of_gguf,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """A model. `counted` says whether its weights were counted, or computed from the configuration; `weights` has the
     copy of a tied embedding as well. `sizes` are those of a layer, which adapters have. `num_window_layers` attend to
-    the last `sliding_window` tokens, as far as it is known, the others to the whole context."""
+    the last `sliding_window` tokens, as far as it is known, the others to the whole context. `recurrent` are the layers
+    that are not attention."""
 
     name: str
     num_layers: int
@@ -35,6 +44,12 @@ class ModelShape:
     sizes: LayerSizes | None = None
     num_window_layers: int = 0
     sliding_window: int = 0
+    recurrent: RecurrentShape | None = None
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.num_layers - (0 if self.recurrent is None else self.recurrent.num_layers)
 
     @property
     def has_experts(self) -> bool:
@@ -43,6 +58,8 @@ class ModelShape:
 
     def numbers_of_ranks(self) -> list[int]:
         """Returns how many ranks can divide the heads between them."""
+        if self.recurrent is not None:
+            return [1]
         num_heads = self.num_kv_heads if self.sizes is None else self.sizes.attention // self.head_dim
         return numbers_of_ranks(num_heads, self.num_kv_heads)
 
@@ -101,9 +118,14 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
     num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
     inner = config.get("moe_intermediate_size") if num_experts > 1 else None
     inner_size = int(inner or _optional(config, "intermediate_size", "n_inner") or 4 * hidden_size)
+    recurrent = recurrent_shape(config, num_layers)
+    if config.get("model_type") == "lfm2":
+        inner_size = lfm2_inner_size(config)
     sizes = LayerSizes(hidden_size, num_heads * head_dim, num_kv_heads * head_dim, inner_size)
     counted = weights_of_folder(config_file.parent, config)
     weights = counted or computed_weights(config, num_layers, num_experts, _number(config, "vocab_size"), sizes)
+    if recurrent is not None and not counted:
+        weights = (*weights, WeightCount(Role.MATRIX, recurrent.extra_weights))
     is_tied = bool(config.get("tie_word_embeddings"))
     sliding_window = int(config.get("sliding_window") or 0)
     return ModelShape(
@@ -118,11 +140,14 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
         sizes=sizes,
         num_window_layers=_window_layers(config, num_layers) if sliding_window else 0,
         sliding_window=sliding_window,
+        recurrent=recurrent,
     )
 
 
 def _of_gguf(path: Path, header: GgufHeader) -> ModelShape:
     kind = header.metadata.get("general.architecture")
+    if kind in RECURRENT_GGUF:
+        raise ModelError(f"model {path.stem!r} has recurrent layers, which executors do not run from a GGUF file")
     config = {
         name.removeprefix(f"{kind}."): value for name, value in header.metadata.items() if not isinstance(value, tuple)
     }

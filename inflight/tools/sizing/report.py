@@ -118,13 +118,19 @@ def _memory_rows(sizing: Sizing) -> Iterator[Row]:
     yield Row("weights", figure, counted, how)
     kv_cache_dtype = "auto" if sizing.machine is None else sizing.machine.options.kv_cache_dtype
     numbers = sizing.dtype if kv_cache_dtype == "auto" else f"{kv_cache_dtype} with scales"
-    per_token = f"2 × {shape.num_layers} layers × {num_kv_heads} KV heads{of_rank} × {shape.head_dim} × {numbers}"
+    per_token = f"2 × {shape.num_kv_layers} layers × {num_kv_heads} KV heads{of_rank} × {shape.head_dim} × {numbers}"
     yield Row("KV of a token", f"{pool.bytes_per_token:,} bytes{of_rank}", EXACT, per_token)
     blocks = f"{pool.num_blocks:,} of {pool.tokens_per_block} tokens"
     if pool.num_window_blocks:
         figure = f"{pool.num_window_blocks:,} of {pool.tokens_per_block} tokens"
         how = f"windows of {shape.sliding_window} tokens for {pool.num_window_seats} seats, and those of prefixes"
         yield Row(f"blocks of {shape.num_window_layers} layers", figure, COMPUTED, how)
+    if pool.num_state_slots:
+        figure = f"{pool.num_state_slots} slots and {pool.num_checkpoints:,} checkpoints"
+        how = (
+            f"{pool.slot_bytes:,} and {pool.checkpoint_bytes:,} bytes, without drafts, for {pool.num_state_seats} seats"
+        )
+        yield Row("recurrent state", figure, COMPUTED, how)
     if sizing.machine is None:
         yield Row("blocks", blocks, MEASURED, sizing.measured_at)
         return

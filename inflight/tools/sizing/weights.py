@@ -1,8 +1,9 @@
 """The weights of a model and the memory that they take in an executor, by the role that decides their type there.
 
 They are counted in the headers of safetensors and GGUF files, or computed from the configuration. On a CPU matrices of
-a quantized checkpoint stay whole numbers with a scale, and if need be a shift, per group of input columns. The output
-layer has a copy of its own where it is tied to the embedding.
+a quantized checkpoint stay whole numbers with a scale, and if need be a shift, per group of input columns, and those in
+FP8 are expanded. On a GPU all stay as they are in the checkpoint. The output layer has a copy of its own on a CPU where
+it is tied to the embedding.
 """
 
 from __future__ import annotations
@@ -26,11 +27,20 @@ WEIGHT_DTYPES = ("auto", "quantized", "dense", "int8", "int4", "fp8")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 # Sizes of groups that the CPU's products have; larger ones are divided, the best first.
 GROUP_SIZES = (128, 64, 32, 16)
+# Of NVFP4.
+FP4_GROUP_SIZE = 16
 _MAX_HEADER_BYTES = 100_000_000
 # Tensors of quantized checkpoints: those whose words hold several weights, and those beside the weights.
 _PACKED = (".qweight", ".weight_packed")
 _SCALES = (".scales", ".weight_scale")
-_BESIDE = (".qzeros", ".g_idx", ".weight_zero_point", ".weight_shape", ".weight_g_idx", *_SCALES)
+_BESIDE = (
+    *(".qzeros", ".g_idx", ".weight_zero_point", ".weight_shape", ".weight_g_idx", *_SCALES),
+    *(".weight_scale_inv", ".weight_scale_2", ".weight_global_scale"),
+    *(".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale"),
+    *(".k_scale", ".v_scale", ".q_scale", ".kv_scale"),
+)
+# Types of safetensors of FP8, and of pairs in FP4.
+_FP8, _FP4 = "F8_E4M3", "U8"
 
 
 class Role(StrEnum):
@@ -46,13 +56,25 @@ class Role(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Codes:
     """The form of quantized weights. `scale_bytes` is the size of a scale or shift beside float32 activations; beside
-    bfloat16 it is 2. Each `depth` weights, those of an output column, have a factor."""
+    bfloat16 it is 2. Each `depth` weights, those of an output column, have a factor. On a GPU a group of
+    `gpu_group_size` weights, or of `group_size` if that is 0, has `gpu_group_bytes` beside `gpu_bits` of each weight; 0
+    stands for `bits`.
+    """
 
     bits: int
     group_size: int
     has_shifts: bool
     scale_bytes: int
     depth: int = 0
+    gpu_group_bytes: float = 0
+    gpu_group_size: int = 0
+    gpu_bits: int = 0
+    is_dense_on_cpu: bool = False
+
+    @property
+    def gpu_bytes_each(self) -> float:
+        """Memory of a weight on a GPU."""
+        return (self.gpu_bits or self.bits) / 8 + self.gpu_group_bytes / (self.gpu_group_size or self.group_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +135,7 @@ def _bytes_each(weight: WeightCount, dtype: str, weight_dtype: str) -> float:
     if weight_dtype == "int8" and weight.role in (Role.MATRIX, Role.EXPERT):
         return _INT8_BYTES
     codes = {"auto": weight.codes, "quantized": weight.codes, "int4": _ROUNDED.get(weight.role)}.get(weight_dtype)
-    if codes is None or weight.role is Role.EMBEDDING:
+    if codes is None or codes.is_dense_on_cpu or weight.role is Role.EMBEDDING:
         return BYTES_PER_NUMBER[dtype]
     scale_bytes = 2 if dtype == "bfloat16" else codes.scale_bytes
     factor = _FACTOR_BYTES / codes.depth if codes.depth else 0
@@ -130,7 +152,11 @@ def weights_of_gguf(header: GgufHeader) -> Weights:
     for tensor in header.tensors:
         role = Role.VECTOR if len(tensor.shape) < 2 else roles.get(tensor.name, Role.MATRIX)
         codes = GGUF_CODES.get(tensor.type_name) if is_read else None
-        count[role, codes and replace(codes, depth=tensor.shape[-1])] += math.prod(tensor.shape)
+        if codes is not None:
+            # An offset in float32, or a code that stands for 0.
+            group_bytes = codes.scale_bytes + (4 if codes.has_shifts else 1)
+            codes = replace(codes, depth=tensor.shape[-1], gpu_group_bytes=group_bytes)
+        count[role, codes] += math.prod(tensor.shape)
     return _counted(count)
 
 
@@ -166,7 +192,7 @@ def computed_weights(
     attention = num_layers * 2 * sizes.hidden * (sizes.attention + sizes.kv)
     feed_forward = num_layers * num_experts * 3 * sizes.hidden * sizes.inner
     vectors = sizes.hidden * (1 + num_layers * (2 + num_experts * has_experts))
-    _, codes = _Quantization(config).of("q_proj.weight", [1, sizes.hidden], "I8", False)
+    codes = _Quantization(config).of_rows(sizes.hidden)
     return (
         WeightCount(Role.EMBEDDING, vocabulary_size * sizes.hidden),
         WeightCount(Role.HEAD, vocabulary_size * sizes.hidden),
@@ -188,8 +214,13 @@ class _Quantization:
             fields.get("quant_method"),
             str(fields.get("packing_format")).rpartition("_")[2],
         )
-        self._is_float = weights.get("type") == "float"
+        method, algorithm = str(fields.get("quant_method")), str(fields.get("quant_algo"))
+        self._is_float = weights.get("type") == "float" or method == "fp8" or method.startswith("modelopt")
         self._bits = max(1, int(weights.get("num_bits", 8) if groups else weights.get("bits", 8)))
+        if "NVFP4" in algorithm:
+            self._bits = 4
+        block = weights.get("weight_block_size") or weights.get("block_structure")
+        self._block = math.prod(block) if block else 0
         self._group_size = int(weights.get("group_size") or -1)
         is_symmetric = weights.get("symmetric", True) if groups else weights.get("sym", not weights.get("zero_point"))
         self._has_shifts = not is_symmetric
@@ -197,6 +228,10 @@ class _Quantization:
     def of(self, name: str, shape: list[int], dtype: str, has_float32_scales: bool) -> tuple[int, Codes | None]:
         """Returns the number of weights in a tensor, and their form."""
         number = math.prod(shape)
+        if dtype == _FP8:
+            return number, self._fp8(shape[1])
+        if dtype == _FP4:
+            return 2 * number, self._fp4(2 * shape[1])
         if name.endswith(_PACKED):
             number *= 32 // self._bits
         elif dtype != "I8":
@@ -211,7 +246,25 @@ class _Quantization:
         if divisor is None and self._group_size > 0:
             return number, None  # executors expand groups of other sizes
         scale_bytes = 4 if has_float32_scales else 2
-        return number, Codes(self._bits, divisor or GROUP_SIZES[-1], self._has_shifts, scale_bytes, depth)
+        cpu = self._bits, divisor or GROUP_SIZES[-1], self._has_shifts, scale_bytes, depth
+        return number, Codes(*cpu, scale_bytes + 1, min(size, GROUP_SIZES[0]) if self._group_size > 0 else size)
+
+    def of_rows(self, depth: int) -> Codes | None:
+        """Returns the form of matrices whose rows have so many weights."""
+        if self._is_quantized and self._is_float:
+            return self._fp8(depth) if self._bits == 8 else self._fp4(depth)
+        return self.of("q_proj.weight", [1, depth], "I8", False)[1]
+
+    def _fp8(self, depth: int) -> Codes:
+        """The form of FP8: on a GPU with a scale of a row or block in float32."""
+        return Codes(8, depth, False, 4, depth, 4, self._block or depth, is_dense_on_cpu=True)
+
+    def _fp4(self, depth: int) -> Codes:
+        """The form of FP4: on a CPU whole numbers of 8 bits, on a GPU with scales of a byte and, in groups of 16, a
+        factor of each row."""
+        size = self._group_size if self._group_size > 0 else FP4_GROUP_SIZE
+        factor_bytes = 4 * size / depth if size == FP4_GROUP_SIZE else 0
+        return Codes(8, size, False, 4, depth, 1 + factor_bytes, size, gpu_bits=4)
 
 
 def _role(name: str, shape: list[int]) -> Role:

@@ -21,9 +21,13 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
+from inflight.common.model_source import resolve_model
+from inflight.executor.formats.loading import load_network
+from inflight.executor.model.loader import load_model
 from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.device.greedy import assert_same, generate_alone, generate_together
 
 # Rows of 256 numbers, which superblocks of GGUF have.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -60,6 +64,26 @@ def save_quantized(folder: Path, family: str, config: Mapping[str, Any], encode:
     (folder / "config.json").write_text(json.dumps(fields))
     (folder / "generation_config.json").write_text((dense / "generation_config.json").read_text())
     return folder
+
+
+def load_float32(path: Path) -> Any:
+    """Returns the network of a folder or file, on a CPU."""
+    return load_network(resolve_model(str(path)), torch.float32, torch.device("cpu"))[0]
+
+
+def assert_runs_like(path: Path, dense: Path, backends: Sequence[str] = ("cpu", "reference"), **options: Any) -> None:
+    """Runs a model by each backend. Its greedy tokens are those of transformers with dense matrices, and so are its
+    network's logits, within 1e-4."""
+    network: Any = AutoModelForCausalLM.from_pretrained(str(dense), dtype=torch.float32)
+    prompts = [[5, 9, 33, 7, 8, 21, 60], [40, 3]]
+    for backend in backends:
+        source = resolve_model(str(path))
+        model = load_model(source, dtype_name="float32", backend_name=backend, device_name="cpu", **options)
+        for prompt, output in zip(prompts, generate_together(model, prompts, 8, 4), strict=True):
+            assert_same(output, generate_alone(network, prompt, 8))
+    with torch.inference_mode():
+        ours, theirs = (one(torch.tensor([prompts[0]])).logits for one in (load_float32(path), network))
+    assert (ours - theirs).abs().max() <= 1e-4
 
 
 def gptq(bits: int, group_size: int, *, is_v1: bool = True, has_act_order: bool = False) -> Encoder:

@@ -26,6 +26,8 @@ from inflight.executor.scheduler.sequence import (
 )
 
 VOCABULARY_SIZE = 5
+# More drafts than any sequence verifies in a step.
+MAX_DRAFTS = 7
 
 
 def root_content(sequence: Sequence) -> int:
@@ -96,6 +98,9 @@ class FakeDevice:
         self._contents: dict[tuple[int, int], int] = {}
         # Those of the layers with a sliding window, which have a pool of their own.
         self._window_contents: dict[tuple[int, int], int] = {}
+        # The contents of the last positions of each slot of recurrent state, by position, and those of checkpoints.
+        self._state_contents: dict[int, dict[int, int]] = {}
+        self._checkpoints: dict[int, tuple[int, int]] = {}
         self._host_contents: dict[tuple[int, int], int] = {}
         self._sampled: dict[tuple[Sequence, int], int] = {}
         self._newest: dict[Sequence, int] = {}
@@ -113,8 +118,10 @@ class FakeDevice:
         """Returns the sampled token ids of the rows that sample, in the order of the plan's rows, those with drafts
         with one for each of their positions."""
         self._swap(plan)
+        self._load_states(plan)
         for row in plan.rows:
             self._write(row)
+        self._save_states(plan)
         self._newest = {}
         sampled_ids: list[int] = []
         for row in plan.rows:
@@ -141,6 +148,8 @@ class FakeDevice:
     def corrupt(self, plan: StepPlan) -> None:
         """Runs a step that fails: what it leaves where it writes is garbage, and so is what comes after it."""
         self._swap(plan)
+        self._state_contents.clear()
+        self._checkpoints.update({save.checkpoint: (0, 0) for save in plan.state_saves})
         self._lost.update(plan.sequences, plan.swapped)
         for _, host_block in plan.swaps_out:
             self._host_contents.update({(host_block, i): 0 for i in range(self._pool.block_size)})
@@ -150,6 +159,34 @@ class FakeDevice:
                 if self._windows is not None:
                     self._window_contents[self._window_place(row.sequence, position)] = 0
         self._newest = {}
+
+    def _load_states(self, plan: StepPlan) -> None:
+        for checkpoint, slot, position in plan.state_loads:
+            saved, content = self._checkpoints[checkpoint]
+            assert saved == position, "a checkpoint of another position is loaded"
+            self._state_contents[slot] = {position - 1: content}
+
+    def _save_states(self, plan: StepPlan) -> None:
+        for save in plan.state_saves:
+            slot = save.sequence.state_slot
+            assert slot is not None
+            if save.sequence not in self._lost:
+                content = self._state_contents[slot][save.position - 1]
+                self._checkpoints[save.checkpoint] = save.position, content
+
+    def _follow_state(self, row: PlanRow) -> None:
+        """A row reads the state at its start, and keeps that of the positions that it computes and of those before that
+        drafts may have reached."""
+        slot, start = row.sequence.state_slot, row.start
+        if slot is None or row.sequence in self._lost:
+            return
+        state = self._state_contents.setdefault(slot, {}) if start else {}
+        assert not start or state[start - 1] == self._contents[self._place(row.sequence, start - 1)], "wrong state"
+        self._state_contents[slot] = {
+            position: content for position, content in state.items() if start - 1 - MAX_DRAFTS <= position < start
+        }
+        for position in range(start, start + row.num_tokens):
+            self._state_contents[slot][position] = self._contents[self._place(row.sequence, position)]
 
     def _swap(self, plan: StepPlan) -> None:
         """All copies out, then all copies in."""
@@ -176,6 +213,7 @@ class FakeDevice:
                 place = self._window_place(sequence, position)
                 assert self._windows.is_writable(place[0]), f"window block {place[0]} is written but shared"
                 self._window_contents[place] = content
+        self._follow_state(row)
 
     def _read(self, row: PlanRow) -> list[int]:
         """The content of each position up to the row's last one."""

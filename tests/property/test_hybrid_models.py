@@ -1,0 +1,283 @@
+"""Models with recurrent layers: logits are those of transformers, and tokens do not depend on how they are computed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
+
+from inflight.common.kv_size import num_slots
+from inflight.common.model_source import resolve_model
+from inflight.executor.forward.hybrid import HybridForward
+from inflight.executor.model.loader import load_model
+from inflight.executor.model.model import PagedModel
+from inflight.executor.model.runner import ModelRunner
+from inflight.executor.recurrent.mixer import StateSizes
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.drafting import Drafting
+from inflight.executor.scheduler.limits import Batching, Overcommit, SchedulerLimits, SchedulerPolicy, StateLimits
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import (
+    PlanRow,
+    Sampling,
+    Sequence,
+    StepPlan,
+    StepResult,
+    Stopping,
+    TokenLogprobs,
+)
+from inflight.executor.speculation.choice import choose_proposer
+from inflight.executor.step.batch import pack
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.torch_threads import torch_threads
+from tests.support.examples import examples
+from tests.support.scheduler.drafting import CHEAP, EagerBudget
+
+# The first test of a build may wait for the compiler.
+pytestmark = pytest.mark.timeout(600)
+
+BLOCK_SIZE, CONTEXT_LENGTH, MAX_DRAFTS, NUM_BLOCKS = 16, 256, 5, 160
+CONFIGS: dict[str, PretrainedConfig] = {
+    # Odd sizes: 5 heads of 12 on one KV head, four weights of a convolution, biases.
+    "lfm2": Lfm2Config(
+        **sizes(
+            hidden_size=60,
+            intermediate_size=72,
+            num_hidden_layers=5,
+            num_attention_heads=5,
+            num_key_value_heads=1,
+            head_dim=12,
+        ),
+        layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
+        conv_L_cache=4,
+        conv_bias=True,
+        block_auto_adjust_ff_dim=False,
+    ),
+}
+CONFIGS["qwen3_5"] = Qwen3_5TextConfig(
+    **sizes(num_hidden_layers=4, hidden_size=52, head_dim=24, initializer_range=0.1),
+    layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=12,
+    linear_value_head_dim=20,
+    linear_conv_kernel_dim=4,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+)
+GENERATOR = torch.Generator().manual_seed(5)
+GREEDY = Sampling(0.0, 0, 1.0, 0)
+TOKENS = torch.randint(3, VOCABULARY_SIZE, (400,), generator=GENERATOR).tolist()
+LIMITS = SchedulerLimits(
+    max_num_sequences=4,
+    num_standby_sequences=16,
+    max_num_tokens=512,
+    context_length=CONTEXT_LENGTH,
+    enable_chunked_context=True,
+    batching=Batching.INFLIGHT,
+    enable_prefix_cache=True,
+    overcommit=Overcommit(max_steps_away=100_000),
+)
+
+
+# The ids of a request and what was reported with each.
+Output = tuple[list[int], list[TokenLogprobs | None]]
+
+
+class Request(NamedTuple):
+    """A prompt that begins with `num_shared` tokens that others begin with as well, and has some of its own."""
+
+    num_shared: int
+    num_own: int
+    is_greedy: bool
+
+    def sequence(self, name: str, num_tokens: int) -> Sequence:
+        prompt = TOKENS[: self.num_shared] + TOKENS[200 : 200 + self.num_own]
+        sampling = GREEDY if self.is_greedy else Sampling(0.9, 20, 0.9, self.num_own)
+        return sequence_of(name, prompt, num_tokens, sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, and the same by transformers."""
+
+    model: PagedModel
+    reference: Any
+    outputs: dict[Request, Output]
+
+    def alone(self, request: Request, num_tokens: int) -> Output:
+        """Returns the first tokens of a request that runs alone, its prompt in one step."""
+        if request not in self.outputs:
+            sequence = request.sequence("alone", MOST_TOKENS)
+            limits = self.limits(0, enable_prefix_cache=False)
+            self.outputs[request] = run(self, limits, [[sequence]], NUM_BLOCKS).outputs["alone"]
+        ids, logprobs = self.outputs[request]
+        return ids[:num_tokens], logprobs[:num_tokens]
+
+    @property
+    def forward(self) -> HybridForward:
+        assert isinstance(self.model.forward, HybridForward)
+        return self.model.forward
+
+    def limits(self, num_checkpoints: int, **changes: Any) -> SchedulerLimits:
+        """Makes room for the state, and returns the limits."""
+        limits = replace(LIMITS, **changes)
+        slots = num_slots(limits.max_num_sequences)
+        self.forward.states.reserve(StateSizes(slots, num_checkpoints, MAX_DRAFTS))
+        grid_tokens = max(BLOCK_SIZE, self.forward.states.grid_tokens)
+        return replace(limits, states=StateLimits(slots, num_checkpoints, grid_tokens))
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    name = request.param
+    folder = save_model(CONFIGS[name], tmp_path_factory.mktemp("models") / name, has_random_vectors=True)
+    with torch_threads(1):
+        model = load_model(resolve_model(str(folder)), dtype_name="float32", device_name="cpu")
+        model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+        yield Case(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), {})
+
+
+def sequence_of(name: str, prompt: list[int], num_tokens: int, sampling: Sampling = GREEDY) -> Sequence:
+    """A request that may draft, with all blocks that it needs reserved."""
+    num_blocks = -(-(len(prompt) + num_tokens) // BLOCK_SIZE)
+    stopping = Stopping(num_tokens, 0, frozenset())
+    made = Sequence(name, 1, list(prompt), len(prompt), sampling, stopping, num_blocks, b"", num_top_logprobs=0)
+    made.max_drafts = MAX_DRAFTS
+    return made
+
+
+@pytest.mark.parametrize("chunks", [(200,), (1,) * 70, (63, 1, 1, 64, 71), (5, 130, 1, 1, 63)], ids=str)
+def test_logits_are_those_of_transformers(case: Case, chunks: tuple[int, ...]) -> None:
+    case.limits(0)
+    prompts = TOKENS[: sum(chunks)], TOKENS[200 : 200 + sum(chunks)]
+    sequences = [sequence_of(f"r{slot}", prompt, 1) for slot, prompt in enumerate(prompts)]
+    for slot, sequence in enumerate(sequences):
+        sequence.state_slot, sequence.block_table = slot, list(range(1 + slot * 20, 21 + slot * 20))
+    with torch.inference_mode():
+        expected = [case.reference(torch.tensor([prompt])).logits[0] for prompt in prompts]
+    start = 0
+    for chunk in chunks:
+        batch = pack(StepPlan.of(PlanRow(one, start, chunk, samples=True) for one in sequences), BLOCK_SIZE)
+        # Of all positions, not only those that sample.
+        logits = case.model.logits(replace(batch, logit_rows=torch.arange(2 * chunk)))
+        for of_one, theirs in zip(logits.split(chunk), expected, strict=True):
+            assert (of_one - theirs[start : start + chunk]).abs().max() <= 1e-4
+        start += chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The output and log probabilities of each request, and what happened meanwhile."""
+
+    outputs: dict[str, Output]
+    num_hit_tokens: int
+    num_preemptions: int
+    num_accepted: int
+
+
+def run(
+    case: Case,
+    limits: SchedulerLimits,
+    crowds: list[list[Sequence]],
+    num_blocks: int,
+    *,
+    drafts: bool = False,
+    ahead: bool = False,
+) -> Run:
+    """Runs crowds of requests one after the other, with a step in flight beside the one that is planned if `ahead`."""
+    drafting = Drafting(choose_proposer("suffix"), EagerBudget()) if drafts else None
+    scheduler = Scheduler(limits, BlockPool(num_blocks, BLOCK_SIZE), drafting)
+    runner = ModelRunner(case.model, limits, BLOCK_SIZE)
+    launched: deque[tuple[StepPlan, Any]] = deque()
+    outputs: dict[str, Output] = {}
+    for crowd in crowds:
+        waiting = crowd
+        while waiting or launched or not scheduler.is_idle:
+            waiting = [request for request in waiting if scheduler.offer(request) is not None]
+            for request in waiting:
+                request.attempt += 1
+            plan = scheduler.schedule(terms=CHEAP)
+            scheduler.check()
+            if plan.rows:
+                launched.append((plan, runner.launch(plan)))
+            while len(launched) > int(bool(plan.rows) and ahead):
+                done, pending = launched.popleft()
+                for event in scheduler.update(StepResult(done, pending.result(), pending.logprobs())).finished:
+                    sequence = event.sequence
+                    assert not event.error, event.error
+                    ids = sequence.token_ids[sequence.num_prompt_tokens :]
+                    outputs[sequence.request_id] = ids, [sequence.logprobs.get(i) for i in range(len(ids))]
+    runner.close()
+    scheduler.check_when_idle()
+    return Run(
+        outputs, scheduler.prefix_cache.num_hit_tokens, scheduler.num_preemptions, scheduler.draft_counts.num_accepted
+    )
+
+
+REQUESTS = st.builds(
+    Request,
+    st.sampled_from((0, 16, 17, 48, 63, 64, 65, 128, 150)),
+    st.sampled_from((1, 17, 30)),
+    st.booleans(),
+)
+MOST_TOKENS = 24
+# They come one after the other. Each request asks for some tokens.
+CROWDS = st.lists(
+    st.lists(st.tuples(REQUESTS, st.integers(1, MOST_TOKENS)), min_size=1, max_size=3), min_size=1, max_size=2
+)
+
+
+@settings(max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    crowds=CROWDS,
+    max_num_tokens=st.sampled_from((4, 7, 20, 63, 64, 65, 300)),
+    max_num_sequences=st.integers(1, 4),
+    num_checkpoints=st.sampled_from((0, 1, 3, 60)),
+    drafts=st.booleans(),
+    ahead=st.booleans(),
+    num_blocks=st.sampled_from((17, 24, NUM_BLOCKS)),
+)
+def test_a_request_gets_the_same_tokens_however_it_is_computed(
+    case: Case,
+    crowds: list[list[tuple[Request, int]]],
+    max_num_tokens: int,
+    max_num_sequences: int,
+    num_checkpoints: int,
+    drafts: bool,
+    ahead: bool,
+    num_blocks: int,
+) -> None:
+    """Alone; in a batch, in any chunks, behind any prefix, with any number of seats, after preemption, with drafts."""
+    expected = {
+        f"{i}/{j}": case.alone(request, num_tokens)
+        for i, crowd in enumerate(crowds)
+        for j, (request, num_tokens) in enumerate(crowd)
+    }
+    sequences = [
+        [request.sequence(f"{i}/{j}", num_tokens) for j, (request, num_tokens) in enumerate(crowd)]
+        for i, crowd in enumerate(crowds)
+    ]
+    if num_blocks < NUM_BLOCKS:
+        for sequence in chain.from_iterable(sequences):
+            sequence.num_reserved_blocks = len(sequence.token_ids) // BLOCK_SIZE + 1
+    policy = SchedulerPolicy.GUARANTEED_NO_EVICT if num_blocks == NUM_BLOCKS else SchedulerPolicy.MAX_UTILIZATION
+    limits = case.limits(
+        num_checkpoints, max_num_tokens=max_num_tokens, max_num_sequences=max_num_sequences, policy=policy
+    )
+
+    found = run(case, limits, sequences, num_blocks, drafts=drafts, ahead=ahead)
+
+    assert {name: ids for name, (ids, _) in found.outputs.items()} == {name: ids for name, (ids, _) in expected.items()}
+    for name, (_, logprobs) in expected.items():
+        for ours, theirs in zip(found.outputs[name][1], logprobs, strict=True):
+            assert ours is not None
+            assert theirs is not None
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)

@@ -59,6 +59,7 @@ SLOW = (
 )
 # Run by `make lint`: what only reads sources and pages.
 LINT = (
+    "contract/test_code_map.py",
     "contract/test_docs_name_what_is_there.py",
     "contract/test_docs_reference.py",
     "contract/test_documented_tests.py",

@@ -38,8 +38,7 @@ NUM_SHARED_PROMPTS = 40
 NUM_PREFIXES, NUM_SHARED_PREFIXES = 4, 2
 QUANTILE = 0.9
 # A queue that was filled in seconds would age in seconds, and the measured calls would bear the cost of all of it.
-# So no request is moved to a higher class, except where that is measured.
-AGE_NEVER_MS, AGE_AT_ONCE_MS = 24 * 3_600_000, 1
+AGE_NEVER_MS = 24 * 3_600_000
 # Ends of this many lengths take turns, and calls with several submits of so many mixes of tenants and classes.
 NUM_USAGES = 4
 NUM_MIXES = 8
@@ -58,7 +57,6 @@ class CallKind(Enum):
     SUBMIT = auto()
     SETTLE = auto()
     CANCEL = auto()
-    EXPLAIN = auto()
     BOARD = auto()
     """Continues a call that stopped at its bound."""
     UPKEEP = auto()
@@ -133,14 +131,11 @@ class Commands:
 
     submits: Sequence[Sequence[tuple[Template, Template]]]
     """Each also with the mailboxes of all routers, for a repeated call."""
-    ageing_submits: Sequence[Sequence[tuple[Template, Template]]]
-    """Of requests that move up all classes in a moment."""
     batches: Mapping[int, Sequence[Template]]
     """By the number of submits in a call, with the mailboxes of all routers."""
     settles: Mapping[int, Sequence[Sequence[Template]]]
     reports: Sequence[Reports]
     cancels: Sequence[Template]
-    explains: Sequence[Template]
     boards: Sequence[bytes]
     """Each continues what a call before it has left."""
     renews: Sequence[bytes]
@@ -152,24 +147,19 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
     """Registers the routers and records what they send."""
     # A submit says until when it is waited for, and these are sent again and again.
     settings = LedgerSettings(max_queue_requests=10**9, age_ms=AGE_NEVER_MS, call_timeout_ms=AGE_NEVER_MS)
-    ageing = replace(settings, age_ms=AGE_AT_ONCE_MS)
     redis = connect_node(url, settings)
     try:
         recorder = Recorder(redis)
         names = [router_id(number) for number in range(scale.routers)]
-        stores, ageing_stores = (
-            [RedisLedger(cast(Any, recorder), pool, name, each, lambda event: None) for name in names]
-            for each in (settings, ageing)
-        )
+        stores = [RedisLedger(cast(Any, recorder), pool, name, settings, lambda event: None) for name in names]
         for _ in range(2):  # in the second round all routers know each other
-            for store in (*stores, *ageing_stores):
+            for store in stores:
                 await store.renew()
         random_numbers = random.Random(seed)
         mailboxes = [PoolKeys(pool).mailbox(name) for name in names]
         demands = [_demand(number, scale, random_numbers) for number in range(NUM_CLASSES * scale.tenants)]
         return Commands(
             [[await _submit(recorder, store, demand, mailboxes) for demand in demands] for store in stores],
-            [[await _submit(recorder, store, demand, mailboxes) for demand in demands] for store in ageing_stores],
             {
                 count: [
                     await _batch(recorder, one, random_numbers.sample(demands, count), mailboxes)
@@ -181,7 +171,6 @@ async def record_commands(url: str, pool: str, scale: PoolScale, seed: int) -> C
             {count: [await _settles(recorder, store, count) for store in stores] for count in SETTLED},
             [await _reports(recorder, store, scale) for store in stores],
             [await _about_one(recorder, store.cancel) for store in stores],
-            [await _about_one(recorder, store.explain) for store in stores],
             [Template(await recorder.record(partial(store._repeat, "board")), ID_MARKERS).fill({}) for store in stores],
             [Template(await recorder.record(store.renew), ID_MARKERS).fill({}) for store in stores],
             [Template(await recorder.record(store.reap), ID_MARKERS).fill({}) for store in stores],

@@ -8,23 +8,18 @@ from dataclasses import dataclass, field
 from inflight.bench.ledger.scale import PoolScale
 from inflight.bench.ledger.server import NOTHING, SCRIPT, Usage, Usages
 
-FULLY_BUSY = 0.9
-MIN_DURATION_US = 100
 SETTLED = (1, 4, 16)
 """Ends in one settle: a router settles those of a step frame together."""
 PLACED = "submit, seated at once"
 QUEUED = "submit, queued"
 BATCHED = (4, 16)
 """Submits in one call: as many as come while the calls before them are under way."""
-AGEING = "settle of 1, moving up"
-"""As `refilled(1)`, after as many requests of all classes came that move up all of them: about one move for each."""
 UNFILLED = f"settle of {SETTLED[-1]}, empty queue"
 REPORT = "report with audit"
 REPORTS_TOGETHER = 8
 REPORTS = f"reports of {REPORTS_TOGETHER}"
 REAP = "reap, nothing to remove"
 CANCEL = "cancel, queued"
-EXPLAIN = "explain"
 
 
 def batched(num_submits: int) -> str:
@@ -85,8 +80,6 @@ class Saturation:
     """Of all scripts, upkeep included."""
     mail_us: float
     """Of the reads of mailboxes."""
-    report_us: float
-    """Of the executors' reports, which are among the scripts; their number by what one was measured to cost."""
     load_cpu_s: float
     """Of this load generator."""
     num_refused: int = 0
@@ -119,25 +112,6 @@ class Saturation:
         """The share of the time in which the load generator had a core."""
         return self.load_cpu_s / self.wall_s
 
-    @property
-    def shares(self) -> dict[str, float]:
-        """What Redis' processor time went into. Its own clocks count a little more or less than the system's."""
-        all_us = max(1e6 * self.redis_cpu_s, self.script_us + self.mail_us)
-        report_us = min(self.report_us, self.script_us)
-        return {
-            "scripts": (self.script_us - report_us) / all_us,
-            "reports": report_us / all_us,
-            "mailboxes": self.mail_us / all_us,
-            "network": (all_us - self.script_us - self.mail_us) / all_us,
-        }
-
-    @property
-    def bound_by(self) -> str:
-        """What has to become faster for more to go through."""
-        if self.busy >= FULLY_BUSY:
-            return max(self.shares.items(), key=lambda share: share[1])[0] + " on Redis' core"
-        return "the load generator" if self.load_busy >= FULLY_BUSY else "the machine: neither had a core to itself"
-
 
 @dataclass(frozen=True, slots=True)
 class Latency:
@@ -151,28 +125,6 @@ class Latency:
     """From an end until the owner of a request that the same call placed on that executor knows of it."""
     late_ms: tuple[float, float]
     """By how much the load sent later than it meant to."""
-    reports_per_call: float = 1.0
-    """Relayed by a router in one call, on average."""
-    num_slices: int = 0
-    """Seconds in which the host of a virtual machine left it its processors. The latencies are of those, or of all if
-    there were none."""
-    max_slices: int = 0
-
-    @property
-    def seconds_text(self) -> str:
-        """The seconds from which the latencies are, in words."""
-        if not self.num_slices:
-            return f"of all {self.max_slices} s, in each of which the host stole processor time"
-        left_out = ", without those in which the host stole processor time" if self.num_slices < self.max_slices else ""
-        return f"of {self.num_slices} s out of {self.max_slices}{left_out}"
-
-
-@dataclass(frozen=True, slots=True)
-class Worst:
-    """The single call of a script that took Redis longest, waits for a core included."""
-
-    us: float
-    script: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,25 +139,8 @@ class Point:
     costs: Mapping[str, ScriptCost]
     saturation: Saturation
     latency: Latency
-    worst: Worst
-    durations: str = ""
-    """How many calls of scripts at the moderate rate took how long, in words; '' where the server does not count."""
     allocator: str = ""
     """Of the server's memory."""
-
-    @property
-    def scripts_per_s(self) -> dict[int, float]:
-        """Requests per second that a core would admit if it did nothing but run scripts, by ends in a settle."""
-        submit_us = self.costs[QUEUED].us
-        return {num: 1e6 / (submit_us + self.costs[refilled(num)].us / num) for num in SETTLED}
-
-    @property
-    def boarding_us(self) -> float:
-        """Microseconds to seat one waiting request: what a settle costs more, for each end, where requests wait. 0 if
-        no executor of a small pool could seat that many at once."""
-        if UNFILLED not in self.costs:
-            return 0.0
-        return (self.costs[refilled(SETTLED[-1])].us - self.costs[UNFILLED].us) / SETTLED[-1]
 
     @property
     def line(self) -> str:
@@ -217,31 +152,6 @@ class Point:
             f"submit_p50_ms={submit_ms[0]:.3f} submit_p99_ms={submit_ms[1]:.3f} "
             f"seat_p50_ms={seat_ms[0]:.3f} seat_p99_ms={seat_ms[1]:.3f}"
         )
-
-
-def reports_us(costs_us: Mapping[str, float], num_calls: float, num_reports: float, num_audits: float) -> float:
-    """Returns the microseconds of so many calls with reports, by the cost of a call with one and of one with several,
-    which is not measured in a small pool."""
-    single_us = each_us = costs_us["report"]
-    if REPORTS in costs_us:
-        each_us = max(0.0, costs_us[REPORTS] - single_us) / (REPORTS_TOGETHER - 1)
-    audit_us = max(0.0, costs_us[REPORT] - single_us)
-    return (single_us - each_us) * num_calls + each_us * num_reports + audit_us * num_audits
-
-
-def per_call(num_reports: int, num_calls: int) -> float:
-    """Returns the mean number of reports in a call; 1 where a short measurement has seen no call."""
-    return num_reports / num_calls if num_calls else 1.0
-
-
-def durations_text(num_calls_by_us: Mapping[int, int]) -> str:
-    """Returns the shares of calls up to each duration above 100 µs, in words."""
-    total, number, shares = sum(num_calls_by_us.values()), 0, []
-    for us, count in sorted(num_calls_by_us.items()):
-        number += count
-        if us > MIN_DURATION_US:
-            shares.append(f"{number / total:.2%} took at most {us} µs")
-    return ", ".join(shares)
 
 
 def percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from pathlib import Path
 from inflight.bench.ledger.figures import Point
 from inflight.bench.ledger.measure import measure
 from inflight.bench.ledger.scale import PoolScale
-from inflight.bench.ledger.server import Server, real_time_stop_ms
+from inflight.bench.ledger.server import Server
 from inflight.bench.ledger.traffic import TrafficError
 from inflight.bench.redis.wire import WireError
 from inflight.bench.report.table import Table
@@ -41,12 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.preload and options.redis_url:
         parser.error("--preload is of the private Redis, which --redis-url replaces")
-    if stop_ms := real_time_stop_ms():
-        _say(
-            f"note: the kernel stops a busy Redis of the real-time class for {stop_ms:g} ms a second, unless "
-            "`sysctl kernel.sched_rt_runtime_us=-1` is set"
-        )
-
     _say(f"{options.executors:,} executors, {options.queued:,} queued")
     scale = PoolScale(
         options.queued, options.executors, options.seats, routers=options.routers, is_mixed=options.traffic == "mixed"
@@ -117,10 +111,6 @@ def point_text(point: Point) -> str:
         f"Redis {point.redis_version}, allocator {point.allocator}, {point.memory_bytes / 1e6:,.1f} MB, "
         f"{point.bytes_per_waiting:,.0f} bytes per waiting request; filled in {point.fill_s:.1f} s",
         _costs(point).text(),
-        "scripts alone, on one core: "
-        + ", ".join(f"{rate:,.0f}/s where {num} end at a time" for num, rate in point.scripts_per_s.items()),
-        f"boarding of one waiting request: {point.boarding_us:.1f} µs; "
-        f"worst single call: {point.worst.us / 1000:.2f} ms, {point.worst.script}",
         f"as much as goes through: {saturation.admitted_per_wall_s:,.0f} admitted/s, "
         f"{saturation.admitted_per_core_s:,.0f} per second of Redis' core, "
         f"Redis {saturation.busy:.0%} busy and the load {saturation.load_busy:.0%}; "
@@ -128,14 +118,8 @@ def point_text(point: Point) -> str:
         f"{saturation.script_us / max(1, saturation.num_admitted):.1f} of it scripts, "
         f"{saturation.mail_us / max(1, saturation.num_admitted):.1f} reading mailboxes",
         f"besides, {saturation.num_refused:,} were refused at once and {saturation.num_dropped:,} missed a deadline",
-        "of Redis' time there: "
-        + ", ".join(f"{name} {share:.0%}" for name, share in saturation.shares.items())
-        + f"; bound by {saturation.bound_by}",
         f"at {latency.rate_per_s:,.0f}/s, Redis {latency.busy:.0%} busy, p50/p99 ms: submit "
-        f"{_both(latency.submit_ms)}, seat {_both(latency.seat_ms)}, the load itself late {_both(latency.late_ms)}; "
-        + latency.seconds_text,
-        f"{latency.reports_per_call:.1f} reports in a call",
-        f"of all script calls {point.durations}" if point.durations else "this server counts no durations",
+        f"{_both(latency.submit_ms)}, seat {_both(latency.seat_ms)}, the load itself late {_both(latency.late_ms)}",
     ]
     return "\n".join(lines)
 

@@ -7,15 +7,13 @@ import gc
 import heapq
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from inflight.bench.ledger.commands import Call, record_commands, take_snapshot
 from inflight.bench.ledger.figures import (
-    AGEING,
     BATCHED,
     CANCEL,
-    EXPLAIN,
     PLACED,
     QUEUED,
     REAP,
@@ -28,19 +26,14 @@ from inflight.bench.ledger.figures import (
     Point,
     Saturation,
     ScriptCost,
-    Worst,
     batched,
-    durations_text,
-    per_call,
     percentiles_ms,
     refilled,
-    reports_us,
 )
 from inflight.bench.ledger.loop import Loop
 from inflight.bench.ledger.scale import PoolScale
-from inflight.bench.ledger.server import NOTHING, SCRIPT, Server, Slowest, Usage, difference, num_stolen_ticks
+from inflight.bench.ledger.server import NOTHING, SCRIPT, Server, Usage, difference
 from inflight.bench.ledger.traffic import Traffic, TrafficError
-from inflight.router.ledger.functions import NAMES, load_scripts
 
 NUM_CONNECTIONS = 32
 ENDS_PER_FRAME, MAX_SETTLED = SETTLED[1], SETTLED[-1]
@@ -49,10 +42,8 @@ REFRESH_S = 0.7
 FILL_REFRESH_S = 1.2  # while all seats are taken a late report delays nothing
 PROGRESS_S = 10.0
 AUDIT_S = 1.05
-AGE_S = 2e-3
 MODERATE = 0.5
 WARM_UP_S = 1.0
-SLICE_S = 1.0
 MAX_SEATED_AT_ONCE = 512
 MAX_ENDED_AT_ONCE = 1024
 NUM_REPORTS = 256
@@ -83,14 +74,12 @@ def measure(
     commands = asyncio.run(record_commands(url, pool, scale, seed))
     traffic = Traffic(scale, commands, seed)
     loop = Loop(url, commands.mailboxes, NUM_CONNECTIONS, traffic)
-    slowest = Slowest(server, {load_scripts().function(name): name for name in NAMES})
     gc.collect()
     gc.disable()  # nothing here makes cycles, and a collection would be taken for Redis' latency
     try:
-        point = _Measurement(server, traffic, loop, scale, seconds, seed, say, slowest, rate_per_s).run()
+        point = _Measurement(server, traffic, loop, scale, seconds, seed, say, rate_per_s).run()
     finally:
         gc.enable()
-        slowest.close()
         loop.close()
         server.close()
     _check(asyncio.run(take_snapshot(url, pool)).num_waiting, scale)
@@ -119,7 +108,6 @@ class _Measurement:
     seconds: float
     seed: int
     say: Say
-    slowest: Slowest
     rate_per_s: float | None
     refreshed_s: float = 0.0
 
@@ -131,12 +119,9 @@ class _Measurement:
         self._steady(costs)
         self._report(costs)
         self.say("scripts measured; now as much as goes through, then a moderate rate")
-        saturation = self._saturate(costs)
+        saturation = self._saturate()
         self._top_up()
-        self.server.execute("CONFIG", "RESETSTAT")
         latency = self._pace(self.rate_per_s or MODERATE * saturation.admitted_per_wall_s)
-        durations = durations_text(self.server.num_calls_by_us())
-        self.slowest.look()
         return Point(
             self.scale,
             self.server.version,
@@ -146,8 +131,6 @@ class _Measurement:
             costs,
             saturation,
             latency,
-            Worst(self.slowest.us, self.slowest.script),
-            durations,
             self.server.allocator,
         )
 
@@ -208,10 +191,6 @@ class _Measurement:
                 self.loop.pipeline(self._settles(count, ENDS_PER_FRAME))
                 self._read_news()
             self._come_and_go(costs)
-            self.loop.pipeline([self.traffic.submit(ages_at_once=True) for _ in range(self._missing(count))])
-            time.sleep(AGE_S)
-            self._cost(costs, AGEING, self._settles(count, 1))
-            self._read_news()
             if time.perf_counter() > until_s:
                 return
 
@@ -231,8 +210,6 @@ class _Measurement:
         calls = list(self._submits(MAX_SETTLED))
         self._cost(costs, QUEUED, calls)
         ids = [call.ids[0] for call in calls]
-        if self.traffic.explains:
-            self._cost(costs, EXPLAIN, (self.traffic.explain(one) for one in ids))
         self._cost(costs, CANCEL, (self.traffic.cancel(one) for one in ids))
 
     def _report(self, costs: dict[str, ScriptCost]) -> None:
@@ -277,12 +254,11 @@ class _Measurement:
         """What happens by itself otherwise: reports and renewals."""
         self.loop.read_mail()
         self.loop.pipeline([*self.traffic.all_reports(), *self.traffic.all_renewals()])
-        self.slowest.look()
         self.refreshed_s = time.perf_counter()
 
     # The whole -------------------------------------------------------------------------------------------------
 
-    def _saturate(self, costs: dict[str, ScriptCost]) -> Saturation:
+    def _saturate(self) -> Saturation:
         """Saturation: a new request for every placed one, and an end whenever the queue is long enough."""
         traffic = self.traffic
         traffic.start_upkeep(self.loop.now_s())
@@ -295,7 +271,6 @@ class _Measurement:
 
         before, cpu_s, num_placed = self.server.usages(), self.server.cpu_s(), traffic.num_placed
         num_refused, num_dropped = traffic.num_refused, traffic.num_dropped
-        num_reported, num_report_calls = traffic.num_reported, traffic.num_report_calls
         load_cpu_s = time.process_time()
         began_s = self.loop.now_s()
         self.loop.run(next_call, began_s + self.seconds)
@@ -304,19 +279,12 @@ class _Measurement:
         used = difference(self.server.usages(), before)
         self.loop.read_mail()
         script_us, mail_us = (used.get(name, NOTHING).us for name in (SCRIPT, "xread"))
-        report_us = reports_us(
-            {name: cost.us for name, cost in costs.items()},
-            traffic.num_report_calls - num_report_calls,
-            traffic.num_reported - num_reported,
-            self.scale.executors * wall_s,  # an audit once a second
-        )
         return Saturation(
             traffic.num_placed - num_placed,
             wall_s,
             cpu_s,
             script_us,
             mail_us,
-            report_us,
             load_cpu_s,
             traffic.num_refused - num_refused,
             traffic.num_dropped - num_dropped,
@@ -335,51 +303,25 @@ class _Measurement:
         a new request."""
         traffic = self.traffic
         traffic.start_upkeep(self.loop.now_s())
-        traffic.forget_latencies()
-        self.loop.late_s.clear()
         frames = Frames(traffic, rate_per_s, self.scale.queued, self.loop.now_s(), self.seed, self.loop.counts_from_s)
         # Not counted: with many executors the first periodic calls take so long that frames are sent late.
         self._pace_for(WARM_UP_S, frames)
-        num_reported, num_report_calls = traffic.num_reported, traffic.num_report_calls
+        traffic.forget_latencies()
+        self.loop.late_s.clear()
         cpu_s, began_s = self.server.cpu_s(), self.loop.now_s()
-        slices: list[_Slice] = []
-        while self.loop.now_s() < began_s + 2 * self.seconds:
-            slices.append(self._pace_for(min(SLICE_S, 2 * self.seconds), frames))
+        self._pace_for(2 * self.seconds, frames)
         busy = (self.server.cpu_s() - cpu_s) / (self.loop.now_s() - began_s)
-        undisturbed = [one for one in slices if not one.num_stolen]
-        chosen = undisturbed or slices
         return Latency(
             rate_per_s,
             busy,
-            percentiles_ms([latency_s for one in chosen for latency_s in one.submit_s]),
-            percentiles_ms([latency_s for one in chosen for latency_s in one.seat_s]),
-            percentiles_ms([late_s for one in chosen for late_s in one.late_s]),
-            per_call(traffic.num_reported - num_reported, traffic.num_report_calls - num_report_calls),
-            len(undisturbed),
-            len(slices),
+            percentiles_ms(traffic.submit_s),
+            percentiles_ms(traffic.seat_s),
+            percentiles_ms(self.loop.late_s),
         )
 
-    def _pace_for(self, seconds: float, frames: Frames) -> _Slice:
-        num_stolen = num_stolen_ticks()
+    def _pace_for(self, seconds: float, frames: Frames) -> None:
         self.loop.run(frames.next_call, self.loop.now_s() + seconds, frames.due_s)
         self.loop.read_mail()
-        traffic = self.traffic
-        found = _Slice(
-            num_stolen_ticks() - num_stolen, list(traffic.submit_s), list(traffic.seat_s), list(self.loop.late_s)
-        )
-        traffic.forget_latencies()
-        self.loop.late_s.clear()
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """The latencies of a short time, in seconds, and in how many ticks of it the host took a processor."""
-
-    num_stolen: int
-    submit_s: Sequence[float]
-    seat_s: Sequence[float]
-    late_s: Sequence[float]
 
 
 class Frames:

@@ -64,8 +64,7 @@ class Traffic:
         self._commands = commands
         self._random = random.Random(seed)
         self._num_made = 0
-        self.num_reported = 0
-        self.num_report_calls = 0
+        self._num_reported = 0
         self._seated_on: dict[bytes, bytes] = {}
         self._held: dict[bytes, dict[bytes, None]] = {executor_id(n): {} for n in range(scale.executors)}
         # Seated, by executor in the order of their ends; executors end some of theirs in turn.
@@ -91,11 +90,6 @@ class Traffic:
 
     # Calls -----------------------------------------------------------------------------------------------------
 
-    @property
-    def explains(self) -> bool:
-        """Whether the store can explain."""
-        return bool(self._commands.explains)
-
     def can_settle(self, count: int) -> bool:
         """Returns whether an executor has this many seated; then the next settle is of that one."""
         for _ in range(len(self._turns)):
@@ -115,16 +109,14 @@ class Traffic:
         several or none."""
         return max(-2, min(4, self._scale.queued - self.expected_waiting)) if self._scale.is_mixed else 0
 
-    def submit(self, due_s: float = 0.0, *, ages_at_once: bool = False) -> Call:
-        """Returns the submit of a new request of any router and tenant. One that ages at once moves up all classes."""
-        commands = self._commands
-        templates = commands.ageing_submits if ages_at_once else commands.submits
+    def submit(self, due_s: float = 0.0) -> Call:
+        """Returns the submit of a new request of any router and tenant."""
         self._num_made += 1
         self._num_submitting += 1
         new_id = request_id(self._num_made)
         blanks = {marker: b"%016x" % self._random.getrandbits(64) for marker in PREFIX_MARKERS}
         blanks[ID_MARKERS[0]] = new_id
-        template, again = self._random.choice(self._random.choice(templates))
+        template, again = self._random.choice(self._random.choice(self._commands.submits))
         return Call(CallKind.SUBMIT, template.fill(blanks), (new_id,), due_s, again=partial(again.fill, blanks))
 
     def submit_together(self, count: int, due_s: float = 0.0) -> Call:
@@ -160,21 +152,15 @@ class Traffic:
         template = self._random.choice(self._commands.cancels)
         return Call(CallKind.CANCEL, template.fill({ID_MARKERS[0]: waiting_id}), (waiting_id,))
 
-    def explain(self, waiting_id: bytes) -> Call:
-        """Asks for the state of a waiting request."""
-        template = self._random.choice(self._commands.explains)
-        return Call(CallKind.EXPLAIN, template.fill({ID_MARKERS[0]: waiting_id}), (waiting_id,))
-
     def report(self, executors: Sequence[bytes], router: int | None = None) -> Call:
         """Reports the current state of executors in one call, by any router if none is named."""
         filled = []
-        self.num_report_calls += 1
         for executor in executors:
             held = self._held[executor]
-            self.num_reported += 1
+            self._num_reported += 1
             blanks = dict(zip(ID_MARKERS, held, strict=False))
             blanks[EXECUTOR_MARKER] = executor
-            blanks[SEQ_MARKER] = b"%d" % (FIRST_SEQ + self.num_reported)
+            blanks[SEQ_MARKER] = b"%d" % (FIRST_SEQ + self._num_reported)
             filled.append((len(held), blanks))
         routers = self._commands.reports
         chosen = self._random.choice(routers) if router is None else routers[router]

@@ -189,11 +189,6 @@ class InvariantChecker:
             most = requests[0].limits.max_running
             self.require(most is None or len(requests) <= most, f"tenant {tenant} runs {len(requests)}, and may {most}")
 
-    def waited_at_most(self, bound_us: int) -> None:
-        """No request starved."""
-        over = {number: wait for number, wait in self.longest_wait_us.items() if wait > bound_us}
-        self.require(not over, f"waits by class above {bound_us / US_PER_S:g} s: {over}")
-
     def require(self, holds: bool, what: str) -> None:
         """Stops the run where something does not hold."""
         if not holds:

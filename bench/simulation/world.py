@@ -59,7 +59,6 @@ class WorldSettings:
     duration_s: float = 60.0
     drain_s: float = 300.0
     look_s: float = 1.0
-    max_wait_s: float | None = None
     push: PushPolicy | None = None
     has_room: bool = False
 
@@ -152,8 +151,6 @@ class World:
             executor.scheduler.check_when_idle()
             used = executor.scheduler.pool.num_used
             self.checker.require(used == 0, f"{executor.executor_id} holds {used} blocks for no request")
-        if self.settings.max_wait_s is not None:
-            self.checker.waited_at_most(round(self.settings.max_wait_s * US_PER_S))
 
     def _drain(self, until_us: int, look_us: int) -> None:
         """Until everything has ended, and then as long as reports and leases need to say so."""

@@ -372,4 +372,42 @@ SAMPLING = (
         ("tests/integration/test_sampling_parameters.py",),
     ),
 )
-MUTATIONS = (*SCHEDULER, *LEDGER, *LIFE_CYCLE, *STREAMS, *AUTHENTICATION, *SAMPLING)
+# The simulation must see them; it is in the tier `all` only.
+SIMULATED = (
+    Mutation(
+        "room that an end makes is given with the next report only",
+        "router/ledger/scripts/settle.lua",
+        "  board.run()\n  return reply.finish({'SETTLED'",
+        "  return reply.finish({'SETTLED'",
+        ("tests/simulation/test_bounds.py", *LEDGER_TESTS),
+    ),
+    Mutation(
+        "leases are three times as long",
+        "router/ledger/scripts/shared/records.lua",
+        "local LEASE_MS = 5000 ",
+        "local LEASE_MS = 15000 ",
+        ("tests/simulation/test_bounds.py", *LEDGER_TESTS),
+    ),
+    Mutation(
+        "no router stands in for one that relays no reports",
+        "router/dispatch/report_pacer.py",
+        "if pace is not None and silent_s >= SILENCE_S * self.rank(executor_id):",
+        "if False:",
+        ("tests/simulation/test_bounds.py", "tests/unit/test_report_pacer.py"),
+    ),
+    Mutation(
+        "requests that the ledger has forgotten are not submitted again",
+        "router/dispatch/waiting_audit.py",
+        "if await self._resubmit_forgotten(await self._find_suspected(self._next())):",
+        "if await self._find_suspected(self._next()) and False:",
+        ("tests/simulation/test_crash_schedules.py", "tests/unit/test_waiting_audit.py"),
+    ),
+    Mutation(
+        "a request that has lost its placement is served by no router",
+        "router/lifecycle/lifecycle.py",
+        "            self._effects.append(RecordRequeued(self, why))\n            self._hand_back(placement, why)\n",
+        "            self._forget()\n",
+        ("tests/simulation/test_crash_schedules.py", *LIFE_CYCLE_TESTS),
+    ),
+)
+MUTATIONS = (*SCHEDULER, *LEDGER, *LIFE_CYCLE, *STREAMS, *AUTHENTICATION, *SAMPLING, *SIMULATED)

@@ -300,7 +300,7 @@ def test_tokens_do_not_depend_on_drafts(model: PagedModel, **case: Any) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(250), deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(**CASES)
 def test_tokens_of_many_requests_do_not_depend_on_drafts(model: PagedModel, **case: Any) -> None:
     check(model, **case)

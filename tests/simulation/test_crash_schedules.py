@@ -23,12 +23,12 @@ def test_invariants_hold_under_one_kind_of_fault(redis_url: str, pool: str, kind
 
 
 # Without anti-entropy between routers and ledger each of these leaves requests waiting for ever.
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_no_request_waits_for_ever_when_redis_forgets_its_newest_writes(redis_url: str, pool: str, seed: int) -> None:
     run_world(make_world(redis_url, pool, seed, faults=FaultRates(store_stale=24.0), rate_per_s=14))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_invariants_hold_under_all_faults_at_once(redis_url: str, pool: str, seed: int) -> None:
     run_world(make_world(redis_url, pool, seed, faults=FaultRates.of("all", 8.0)))
 
@@ -41,7 +41,7 @@ def test_invariants_hold_when_executors_promise_more_than_they_have(redis_url: s
 @pytest.mark.parametrize("per_minute", [2.0, 8.0, 25.0])
 @pytest.mark.parametrize("shape", [SHAPE, OVERCOMMITTED], ids=["guaranteed", "overcommitted"])
 def test_invariants_hold_for_many_seeds(redis_url: str, pool: str, shape: ExecutorShape, per_minute: float) -> None:
-    for seed in range(100, 106):
+    for seed in range(100, 103):
         faults = FaultRates.of("all", per_minute)
         run_world(make_world(redis_url, f"{pool}-{seed}", seed, shape=shape, faults=faults))
 

@@ -1,4 +1,4 @@
-"""Order under load: no starvation, preemption by class where it is on, and no start after a deadline."""
+"""Order under load: no starvation, preemption by class where it is on, no start after a deadline, limits of tenants."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from inflight.bench.simulation.device import SLOW
 from inflight.bench.simulation.invariants import RequestOutcome
 from inflight.bench.simulation.sim_router import RouterShape
 from inflight.bench.timeline.faults import FaultRates
+from inflight.bench.timeline.population import limits_of
 from inflight.bench.timeline.timeline import US_PER_S
 from inflight.bench.timeline.traffic import SimRequest, prompt_of
 from inflight.router.ledger.settings import LedgerSettings
@@ -119,3 +120,18 @@ def _tenants_requests() -> list[SimRequest]:
         for number in range(300)
     ]
     return flood + others
+
+
+def test_limits_of_a_tenant_hold(redis_url: str, pool: str) -> None:
+    for tenant in (4, 6):
+        requests = _of_one_tenant(tenant)
+        world = make_world(redis_url, f"{pool}-{tenant}", 1, requests=requests, num_executors=6, duration_s=5)
+        run_world(world)
+
+
+def _of_one_tenant(number: int) -> list[SimRequest]:
+    tenant, limits = f"tenant{number:03}", limits_of(number)
+    return [
+        SimRequest(index, f"q{index}", 20_000 * index, prompt_of(index, 20), 20, 24, tenant, limits)
+        for index in range(40)
+    ]

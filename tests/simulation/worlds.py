@@ -43,7 +43,6 @@ def make_world(
     duration_s: float = 15.0,
     num_routers: int = 3,
     num_executors: int = 3,
-    max_wait_s: float | None = None,
     requests: Iterable[SimRequest] | None = None,
     push: PushPolicy | None = None,
     look_s: float = 0.5,
@@ -59,7 +58,6 @@ def make_world(
         faults=faults,
         duration_s=duration_s,
         look_s=look_s,
-        max_wait_s=max_wait_s,
         push=push,
         has_room=has_room,
     )

@@ -29,8 +29,8 @@ from tests.support.stack.executors_linked import wait_for_executors
 OnToken = Callable[[str], None]
 """Called with the id of the executor for each delta."""
 
-NUM_REQUESTS = 120
-NUM_OPEN = 32
+NUM_REQUESTS = 72
+NUM_OPEN = 24
 BATCH = 32
 # The executor that is preempted has so many seats and waits so long before each step: a request that takes all seats
 # passes the ledger in a few steps.

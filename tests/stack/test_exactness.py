@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from inflight import AsyncClient
 from inflight.local.stack import LocalStack
 from tests.stack.reference import load_reference
-from tests.support.device.greedy import assert_same, generate_alone
+from tests.support.device.greedy import assert_greedy, assert_same, generate_alone
 
 SHARED_TEXT = (
     "The city bus stops at every corner. At each stop some passengers get off and others board, and the driver never "
@@ -58,8 +58,8 @@ async def cancel_half_way(client: AsyncClient, prompt_ids: tuple[int, ...], max_
     return ids
 
 
-@pytest.mark.timeout(600)  # transformers alone takes a minute of a quiet machine
-async def test_mixed_company_gets_the_tokens_of_transformers_generate(
+@pytest.mark.timeout(600)
+async def test_mixed_company_gets_the_tokens_that_are_likeliest_in_transformers(
     stack: LocalStack, reference: PreTrainedModel
 ) -> None:
     rng = random.Random(6)
@@ -80,11 +80,8 @@ async def test_mixed_company_gets_the_tokens_of_transformers_generate(
         capacity = await first.capacity()
     assert all(executor.num_steps > 0 for executor in capacity.executors), "both executors got work"
     for i, (prompt_ids, length, answer) in enumerate(zip(ids, lengths, answers, strict=True)):
-        expected = await asyncio.to_thread(generate_alone, reference, list(prompt_ids), length)
-        if i % 8 == 7:
-            assert len(answer) >= length // 2
-            expected = type(expected)(expected.output_ids[: len(answer)], expected.gaps)
-        assert_same(answer, expected)
+        assert length // 2 <= len(answer) <= length if i % 8 == 7 else len(answer) == length
+        assert_greedy(reference, list(prompt_ids), answer)
 
 
 @pytest.mark.timeout(600)

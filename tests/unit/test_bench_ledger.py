@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
 from inflight.bench.ledger import main as ledger
 from inflight.bench.ledger.commands import ID_MARKERS, Call, CallKind, Commands
-from inflight.bench.ledger.figures import (
-    REPORT,
-    REPORTS,
-    Latency,
-    Saturation,
-    durations_text,
-    per_call,
-    percentiles_ms,
-    reports_us,
-)
+from inflight.bench.ledger.figures import percentiles_ms
 from inflight.bench.ledger.measure import MAX_NEXT_S, next_s
 from inflight.bench.ledger.scale import PoolScale, executor_id, request_id, router_id
-from inflight.bench.ledger.server import Server, Slowest, num_stolen_ticks, real_time_stop_ms
 from inflight.bench.ledger.traffic import Traffic, TrafficError, shares
 from inflight.bench.ledger.upkeep import Relay, Upkeep
 from inflight.bench.ledger.wire import Connection, Template
@@ -115,7 +102,6 @@ def test_small_pool_keeps_its_queue_and_has_its_figures(
     for script in ("submit, seated at once", "submit, queued", "settle of 4, refilled", "cancel, queued", "report"):
         row = next(line for line in lines if line.startswith(script))
         assert all(float(figure.replace(",", "")) > 0 for figure in row.split()[-4:])
-    assert any("worst single call: " in line for line in lines)
     connection = Connection(redis_url)
     assert connection.ask("KEYS", "*bench-admission*") == b"*0\r\n"
     connection.close()
@@ -123,7 +109,7 @@ def test_small_pool_keeps_its_queue_and_has_its_figures(
 
 def test_settle_names_ends_of_one_executor_that_has_so_many() -> None:
     template = Template(["SETTLE", *ID_MARKERS[:2]], ID_MARKERS)
-    commands = Commands([], [], {}, {2: [[template]]}, [], [], [], [], [], [], [])
+    commands = Commands([], {}, {2: [[template]]}, [], [], [], [], [], [])
     traffic = Traffic(PoolScale(queued=10, executors=2, seats=2), commands, seed=1)
     for number in (1, 2, 3):
         traffic.take_events(placed(request_id(number), executor_id(number % 2)), now_s=0.0)
@@ -140,7 +126,7 @@ def placed(placed_id: bytes, executor: bytes) -> bytes:
 
 def test_seat_latency_is_that_of_the_call_that_freed_the_seat() -> None:
     template = Template(["SETTLE", ID_MARKERS[0]], ID_MARKERS)
-    commands = Commands([], [], {}, {1: [[template]]}, [], [], [], [], [], [], [])
+    commands = Commands([], {}, {1: [[template]]}, [], [], [], [], [], [])
     traffic = Traffic(PoolScale(queued=10, executors=1, seats=2), commands, seed=1)
     for number in (1, 2):
         traffic.take_events(placed(request_id(number), executor_id(0)), now_s=0.0)
@@ -195,85 +181,15 @@ def test_reports_that_are_relayed_late_together_are_not_due_together_afterwards(
     assert all(later - earlier > 0.01 for earlier, later in pairwise(calls_s))
 
 
-def test_seconds_with_stolen_time_are_named() -> None:
-    latency = Latency(1.0, 0.5, (1.0, 2.0), (1.0, 2.0), (0.0, 0.0), num_slices=6, max_slices=6)
-    assert latency.seconds_text == "of 6 s out of 6"
-    some = replace(latency, num_slices=4)
-    assert some.seconds_text == "of 4 s out of 6, without those in which the host stole processor time"
-    none = replace(latency, num_slices=0)
-    assert none.seconds_text == "of all 6 s, in each of which the host stole processor time"
-
-
-def test_worst_call_is_kept_and_options_are_put_back(redis_url: str) -> None:
-    server, connection = Server(redis_url), Connection(redis_url)
-    before = connection.ask("CONFIG", "GET", "slowlog*")
-    counting = "redis.register_function('counting', function() for i = 1, 200000 do end end)"
-    connection.ask("FUNCTION", "LOAD", "REPLACE", f"#!lua name=counting\n{counting}\n")
-    slowest = Slowest(server, {"counting": "counting"})
-    connection.ask("FCALL", "counting", 0)
-    slowest.look()
-    worst_us = slowest.us
-    slowest.look()
-    slowest.close()
-    assert (slowest.script, slowest.us) == ("counting", worst_us)
-    assert worst_us > 100
-    assert connection.ask("CONFIG", "GET", "slowlog*") == before
-    connection.close()
-    server.close()
-
-
-def test_shares_of_redis_time_add_up_and_name_the_bound() -> None:
-    saturated = Saturation(1000, 1.0, 0.95, script_us=800_000, mail_us=50_000, report_us=100_000, load_cpu_s=0.5)
-    assert saturated.shares == pytest.approx(
-        {"scripts": 14 / 19, "reports": 2 / 19, "mailboxes": 1 / 19, "network": 2 / 19}
-    )
-    assert saturated.bound_by == "scripts on Redis' core"
-    assert replace(saturated, redis_cpu_s=0.5, load_cpu_s=0.99).bound_by == "the load generator"
-
-
-def test_cost_of_reports_is_that_of_their_calls_and_that_of_each() -> None:
-    assert reports_us({"report": 30.0, REPORT: 40.0}, num_calls=5, num_reports=10, num_audits=2) == 320.0
-    together = {"report": 30.0, REPORT: 40.0, REPORTS: 100.0}  # 20 for a call and 10 for each report
-    assert reports_us(together, num_calls=5, num_reports=10, num_audits=2) == 5 * 20 + 10 * 10 + 2 * 10
-
-
-def test_reports_are_alone_in_their_calls_where_none_was_seen() -> None:
-    assert (per_call(10, 4), per_call(0, 0)) == (2.5, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("policy", "runtime_us", "stop_ms"),
-    [(os.SCHED_OTHER, "950000", 0.0), (os.SCHED_FIFO, "950000", 50.0), (os.SCHED_RR, "-1", 0.0)],
-)
-def test_the_pause_of_the_real_time_class_is_known(
-    tmp_path: Path, policy: int, runtime_us: str, stop_ms: float
-) -> None:
-    (tmp_path / "sched_rt_period_us").write_text("1000000\n", encoding="utf-8")
-    (tmp_path / "sched_rt_runtime_us").write_text(f"{runtime_us}\n", encoding="utf-8")
-    assert real_time_stop_ms(policy, tmp_path) == stop_ms
-
-
 def test_requests_that_follow_ends_leave_the_queue_nearly_full() -> None:
     assert next_s(4000, 10_000) == MAX_NEXT_S
     assert next_s(4000, 1000) * 4000 == pytest.approx(10)
     assert next_s(4000, 10) == 0.001  # as long as between two step frames
 
 
-def test_time_that_the_host_took_is_known_where_the_kernel_counts_it(tmp_path: Path) -> None:
-    (tmp_path / "stat").write_text("cpu  11 12 13 14 15 16 17 18 19 20\ncpu0 1 2 3 4 5 6 7 8 9 10\n", encoding="utf-8")
-    assert num_stolen_ticks(tmp_path / "stat") == 18
-    assert num_stolen_ticks(tmp_path / "missing") == 0
-
-
 def test_preloaded_library_that_is_not_there_is_an_error_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert ledger.main(["--preload", "no-such-library.so"]) == 1
     assert "no-such-library.so was not loaded into the private Redis" in capsys.readouterr().err
-
-
-def test_durations_are_shares_of_all_calls() -> None:
-    assert durations_text({}) == ""
-    text = durations_text({66: 2, 264: 1, 2113: 1})
-    assert text == "75.00% took at most 264 µs, 100.00% took at most 2113 µs"
 
 
 def test_redis_that_is_not_there_is_an_error_in_words(capsys: pytest.CaptureFixture[str]) -> None:

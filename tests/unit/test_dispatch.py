@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -48,6 +50,17 @@ async def placed(router: ScriptedRouter, stream: RequestStream, blocks: int = 0)
     """Submits the request, which is placed on e0 at once."""
     router.stores["m"].answers.append(placement(blocks=blocks))
     assert isinstance(await router.pools.find("m").dispatcher.submit(stream), Placement)
+
+
+@asynccontextmanager
+async def boarding() -> AsyncIterator[tuple[ScriptedRouter, RequestStream, ExecutorLink]]:
+    """A running router with a request that its executor e0 has accepted."""
+    router, stream = ScriptedRouter("m"), new_stream()
+    link = router.link("e0", "m")
+    async with router.running():
+        await placed(router, stream)
+        link.receive(accepts(1))
+        yield router, stream, link
 
 
 async def test_executors_of_a_model_whose_tokens_may_differ_are_named_in_the_log(
@@ -117,12 +130,8 @@ async def test_request_longer_than_the_context_of_an_executor_continues_elsewher
 
 
 async def test_preempted_sequence_goes_on_elsewhere_with_its_output() -> None:
-    router, stream = ScriptedRouter("m"), new_stream()
-    first, second = router.link("e0", "m"), router.link("e1", "m")
-    store = router.stores["m"]
-    async with router.running():
-        await placed(router, stream)
-        first.receive(accepts(1))
+    async with boarding() as (router, stream, first):
+        second, store = router.link("e1", "m"), router.stores["m"]
         first.receive(steps(3, 4, cached=4))
         await stream.next()
         # When the executor gives it up
@@ -150,11 +159,8 @@ async def test_preempted_sequence_goes_on_elsewhere_with_its_output() -> None:
 
 
 async def test_preempted_sequence_that_returns_to_its_executor_has_not_moved() -> None:
-    router, stream = ScriptedRouter("m"), new_stream()
-    link, store = router.link("e0", "m"), router.stores["m"]
-    async with router.running():
-        await placed(router, stream)
-        link.receive(accepts(1))
+    async with boarding() as (router, stream, link):
+        store = router.stores["m"]
         link.receive(steps(3, 4, cached=4))
         store.answers.append(placement(2, "e0"))
         link.receive(steps(end=PREEMPTED))
@@ -194,11 +200,8 @@ async def test_used_reservation_is_extended_and_its_reader_sees_no_pause(executo
 
 @pytest.mark.parametrize("in_one", [True, False])
 async def test_sequence_that_a_draining_executor_hands_back_is_not_placed_there_again(in_one: bool) -> None:
-    router = ScriptedRouter("m")
-    link, stream, store = router.link("e0", "m"), new_stream(), router.stores["m"]
-    async with router.running():
-        await placed(router, stream)
-        link.receive(accepts(1))
+    async with boarding() as (router, _stream, link):
+        store = router.stores["m"]
         report = executor_pb2.ServeResponse(report=executor_pb2.Report(seq=1, draining=True))
         end = steps(end=types_pb2.FINISH_REASON_PREEMPTED)
         if in_one:
@@ -231,12 +234,8 @@ async def test_sequence_that_is_preempted_again_and_again_for_nothing_waits_for_
 
 
 async def test_sequence_cancelled_without_a_request_to_do_so_goes_on_elsewhere() -> None:
-    router, stream = ScriptedRouter("m"), new_stream()
-    first, second = router.link("e0", "m"), router.link("e1", "m")
-    store = router.stores["m"]
-    async with router.running():
-        await placed(router, stream)
-        first.receive(accepts(1))
+    async with boarding() as (router, stream, first):
+        second, store = router.link("e1", "m"), router.stores["m"]
         first.receive(steps(3, 4, cached=4))
         # When the ledger took the placement for superseded and had it cancelled
         store.answers.append(placement(2, "e1"))
@@ -289,11 +288,7 @@ async def test_ledger_preempts_by_an_end_with_that_reason() -> None:
 
 
 async def test_sequence_that_ends_by_itself_while_it_is_preempted_has_ended() -> None:
-    router, stream = ScriptedRouter("m"), new_stream()
-    link = router.link("e0", "m")
-    async with router.running():
-        await placed(router, stream)
-        link.receive(accepts(1))
+    async with boarding() as (router, _stream, link):
         router.stores["m"].tell(PreemptRequested("r", 1))
         link.receive(steps(3, cached=0, end=LENGTH))
         await settled()
@@ -302,11 +297,7 @@ async def test_sequence_that_ends_by_itself_while_it_is_preempted_has_ended() ->
 
 
 async def test_request_cancelled_while_it_is_preempted_ends_cancelled() -> None:
-    router, stream = ScriptedRouter("m"), new_stream()
-    link = router.link("e0", "m")
-    async with router.running():
-        await placed(router, stream)
-        link.receive(accepts(1))
+    async with boarding() as (router, stream, link):
         router.stores["m"].tell(CancelRequested("r", 1))
         link.receive(steps(end=PREEMPTED))
         await settled()
@@ -318,11 +309,7 @@ async def test_request_cancelled_while_it_is_preempted_ends_cancelled() -> None:
 
 
 async def test_abandoned_request_that_is_preempted_is_settled() -> None:
-    router, stream = ScriptedRouter("m"), new_stream()
-    link = router.link("e0", "m")
-    async with router.running():
-        await placed(router, stream)
-        link.receive(accepts(1))
+    async with boarding() as (router, stream, link):
         link.receive(steps(1, cached=8))
         router.pools.find("m").dispatcher.release(stream)
         link.receive(steps(end=PREEMPTED))
@@ -332,11 +319,7 @@ async def test_abandoned_request_that_is_preempted_is_settled() -> None:
 
 
 async def test_lost_executor_is_not_preemption() -> None:
-    router, stream = ScriptedRouter("m"), new_stream()
-    link = router.link("e0", "m")
-    async with router.running():
-        await placed(router, stream)
-        link.receive(accepts(1))
+    async with boarding() as (router, _stream, _link):
         router.stores["m"].tell(Lost("r", 1, "e0", 1))
         await settled()
         assert router.stores["m"].hand_backs == [
@@ -455,11 +438,7 @@ def test_request_with_output_is_asked_for_without_the_deadline_of_its_first_toke
 
 
 async def test_pause_is_told_once_until_it_goes_on() -> None:
-    router, stream = ScriptedRouter("m"), new_stream()
-    link = router.link("e0", "m")
-    async with router.running():
-        await placed(router, stream)
-        link.receive(accepts(1))
+    async with boarding() as (_router, stream, link):
         link.receive(steps(1, cached=0, paused=True))
         link.receive(steps(paused=True))
         assert (await stream.next()).preempted
@@ -489,11 +468,7 @@ def test_request_that_never_had_a_seat_does_not_pause() -> None:
 async def test_ending_says_what_was_used_and_whether_its_length_means_something(
     end: types_pb2.FinishReason, matched: bool, by_itself: bool
 ) -> None:
-    router, stream = ScriptedRouter("m"), new_stream()
-    link = router.link("e0", "m")
-    async with router.running():
-        await placed(router, stream)
-        link.receive(accepts(1))
+    async with boarding() as (router, stream, link):
         link.receive(steps(1, 2, cached=8))
         stream.life.has_matched_stop = matched
         stream.life.is_cancelled = end == types_pb2.FINISH_REASON_CANCELLED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -28,9 +29,11 @@ from inflight.executor.settings import ExecutorSettings
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
+from tests.integration.test_executor_metrics import documented
 from tests.property.test_hybrid_models import CONFIGS as TEXT_CONFIGS
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.stack.executors_linked import wait_for_executors
+from tests.support.stack.http_pages import page
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
@@ -87,6 +90,21 @@ async def test_requests_at_once_and_behind_prefixes_say_what_each_says_alone(hyb
     assert [one.token_ids for one in again] == [one.token_ids for one in alone]
     # The whole prompt but its last tokens: its last checkpoint is where a block ends.
     assert max(one.usage.cached_tokens for one in again) == len(PROMPT) // 16 * 16
+
+
+async def test_metrics_of_states_are_those_of_the_page(hybrid_stack: LocalStack) -> None:
+    async with AsyncClient(hybrid_stack.address) as client:
+        await client.complete(PROMPT, max_tokens=4, **ASKED)
+    state = read_state(hybrid_stack.options.run_dir)
+    assert state is not None
+    saved = 0.0
+    for process in state.processes:
+        if process.role == "executor":
+            _, text = await page(process.http_address)
+            shown = dict(re.findall(r"^(inflight_state_\w+)\{[^}]*\} (\S+)$", text, re.MULTILINE))
+            assert shown.keys() == {name for name in documented() if name.startswith("inflight_state_")}
+            saved += float(shown["inflight_state_checkpoints_saved_total"])
+    assert saved > 0
 
 
 async def test_request_continues_with_its_tokens_when_its_executor_dies(hybrid_stack: LocalStack) -> None:

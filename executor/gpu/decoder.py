@@ -366,6 +366,7 @@ def _fuse(
     has_experts = layer.router is not None
     parts, down = (layer.shared_gate_up_parts, layer.shared_down) if has_experts else (layer.gate_up_parts, layer.down)
     norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
+    inner_size = 0 if down is None else down.shape[1]  # before `fuse`, which may take the storage of the matrix
     return FusedLayer(
         input_norm=layer.input_norm,
         qkv=fuse(layer.qkv_matrices),
@@ -377,7 +378,7 @@ def _fuse(
         post_attention_norm=layer.post_attention_norm,
         gate_up=fuse(parts) if parts else None,
         down=None if down is None else fuse([down]),
-        inner_size=0 if down is None else down.shape[1],
+        inner_size=inner_size,
         experts=ExpertLayer.of(shape, layer) if has_experts else None,
         feed_forward_output_norm=layer.feed_forward_output_norm,
         scoring=scoring,

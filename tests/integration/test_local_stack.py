@@ -137,7 +137,9 @@ async def test_gateways_are_started_shown_and_ended_like_everything_else(tmp_pat
         assert [process.http_address for process in state.processes].count("") == 1
         assert "--http-listen\0" + by_name["router-0"].http_address in about(by_name["router-0"].pid, "cmdline")
         assert "--http-listen\0" + by_name["executor-0"].http_address in about(by_name["executor-0"].pid, "cmdline")
-        assert stack.redis_url not in about(by_name["gateway-0"].pid, "environ")
+        # The stack's Redis keeps stored responses. Its password is in no command line.
+        assert f"INFLIGHT_STORE_URL={stack.redis_url}" in about(by_name["gateway-0"].pid, "environ")
+        assert stack.redis_url not in about(by_name["gateway-0"].pid, "cmdline")
     assert all(is_gone(process.pid) for process in state.processes)
 
 

@@ -167,4 +167,6 @@ def largest_frame_bytes(library: Path) -> int:
     assert not re.search(r"\bsub +%r\w+,%rsp", code), "a frame's size is only known at run time"
     # With probes of each page the lowest address is computed first.
     sizes = re.findall(r"\b(?:sub +\$0x([0-9a-f]+),%rsp|lea +-0x([0-9a-f]+)\(%rsp\),%r)", code)
-    return max((int(subtracted or reached, 16) for subtracted, reached in sizes), default=0)
+    numbers = (int(subtracted or reached, 16) for subtracted, reached in sizes)
+    # A negative number, in 64 bits, gives memory back.
+    return max((number for number in numbers if number < 1 << 63), default=0)

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inflight.router.ledger.types import Demand
@@ -127,6 +127,8 @@ def told(events: list[inference_pb2.StreamEvent], ids: list[int]) -> str:
     interval=st.integers(1, 6),
     needs_task=st.booleans(),
 )
+# The last letter is held back, because it may begin the stop text.
+@example([], "ab a", [(0, 2)], [], [], 12, False, False, [], 1, True)
 def test_text_and_tokens_do_not_depend_on_where_a_stream_was_cut(
     ids: list[int],
     text: str,

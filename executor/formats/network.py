@@ -44,8 +44,8 @@ def fill(network: PreTrainedModel, weights: Iterable[tuple[str, Matrix]]) -> Non
 def placed(
     weights: Iterable[tuple[str, Matrix]], dtype: torch.dtype, device: torch.device, dense: Collection[str] = ()
 ) -> Iterator[tuple[str, Matrix]]:
-    """Yields weights on a device. Quantized ones stay so, but for any other device than a CPU not those that are named
-    in `dense`."""
+    """Yields weights on a device. Quantized ones stay quantized. On a GPU those that are named in `dense` are
+    dequantized."""
     for name, weight in weights:
         if device.type == "cpu":
             yield name, weight

@@ -44,7 +44,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Produced:
-    """What a request got in a step, or in several whose output nobody took in between.
+    """What a request got in a step, or in several whose output was not taken in between.
 
     `logprobs` belong to `token_ids`, and are empty if none were asked for. `prompt_logprobs[i]` belongs to prompt token
     `i + 1`. `finish_reason` is vLLM's: `stop`, `length`, `abort`, `error` or `repetition`; None: it goes on.

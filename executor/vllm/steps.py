@@ -1,6 +1,6 @@
 """Counts and times of vLLM's steps, as reports, metrics and `WatchSteps` have them.
 
-A step is what was published together: steps whose output nobody took in between count as one. vLLM tells how long
+A step is what was published together: steps whose output was not taken in between count as one. vLLM tells how long
 neither its device nor its host worked, so a step's time is that between two of them while there is work. Pure: times
 come from a clock, in seconds.
 """

@@ -4,7 +4,7 @@ A driver sends the response's request to a router with the response's id as its 
 to the log in the store: the chunks of the chat that the response is, with the ids of their tokens and the place after
 them. The log says all that another driver needs: it sends the same request with these tokens as output that it has, and
 goes on after them. Everything else about a response is a function of its body and its log (`replayed`), so its events
-have the same numbers whoever makes them.
+have the same numbers on every gateway.
 
     a gateway dies            its lease lapses within 3 s; another one, or it again, takes the response
     its router dies           the client library goes on with another router
@@ -244,7 +244,7 @@ async def write(store: ResponseStore, record: Record, entry: str, ended: Respons
 
 async def _never() -> Message:
     await asyncio.Event().wait()
-    raise AssertionError("nobody disconnects")
+    raise AssertionError("a background response has no client that disconnects")
 
 
 class Background:
@@ -386,7 +386,7 @@ class Background:
             log.exception("response %s cannot be driven", response_id)
         finally:
             if taken.done():
-                taken.exception()  # retrieved: nobody may wait
+                taken.exception()  # counts as retrieved, also without a caller that waits
             else:
                 taken.set_exception(ApiError(503, "the gateway failed", "server_error", code="unavailable"))
                 taken.exception()

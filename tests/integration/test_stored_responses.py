@@ -228,7 +228,7 @@ async def test_response_is_its_tenants_only(redis_url: str, pool: str, tmp_path:
         gateway.openai(api_key("all")) as owner,
         gateway.openai(api_key("standard")) as colleague,
         gateway.openai(api_key("umbrella")) as other,
-        gateway.openai("wrong") as nobody,
+        gateway.openai("wrong") as stranger,
     ):
         asked: dict[str, Any] = {"model": pool, "input": "t1", "max_output_tokens": 3, **GREEDY}
         response = await owner.responses.create(**asked)
@@ -245,7 +245,7 @@ async def test_response_is_its_tenants_only(redis_url: str, pool: str, tmp_path:
                 await other.responses.create(previous_response_id=one.id, **asked)
             assert refused.value.code == "previous_response_not_found"
             with pytest.raises(openai.AuthenticationError):
-                await nobody.responses.retrieve(one.id)
+                await stranger.responses.retrieve(one.id)
         # The key is in the store no longer than the response runs, and encrypted.
         redis = Redis.from_url(redis_url, decode_responses=True)
         cluster.executors[0].brake.hold()

@@ -4,8 +4,6 @@ one rank, and an executor that dies."""
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,10 @@ import pytest_asyncio
 from inflight import AsyncClient, Completion
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from inflight.local.state import read_state
 from tests.stack.test_ranks_in_process import GREEDY, NUM_TOKENS, adapted, loaded, request, tokens_of
 from tests.support.checkpoints.adapter_files import save_adapter
 from tests.support.device.torch_threads import torch_threads
+from tests.support.stack.executor_death import finished_after_death
 from tests.support.stack.executors_linked import wait_for_executors
 from tests.support.stack.gateways import run_gateway
 
@@ -116,12 +114,5 @@ async def test_request_with_an_adapter_continues_with_it_when_its_executor_dies(
     async with AsyncClient(adapter_stack.address) as client:
         whole = await complete(client, "two", max_tokens=600)
         stream = client.generate(PROMPT, adapter_id="two", max_tokens=600, **ASKED)
-        deltas = aiter(stream)
-        await anext(deltas)
-        state = read_state(adapter_stack.options.run_dir)
-        assert state is not None
-        (pid,) = (one.pid for one in state.processes if one.name == stream.transcript.executor_id)
-        os.kill(pid, signal.SIGKILL)
-        async for _ in deltas:
-            pass
-    assert stream.transcript.result().token_ids == whole.token_ids
+        continued = await finished_after_death(adapter_stack, stream)
+    assert continued.token_ids == whole.token_ids

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ from inflight.local.state import read_state
 from tests.integration.test_executor_metrics import documented
 from tests.property.test_hybrid_models import CONFIGS as TEXT_CONFIGS
 from tests.support.checkpoints.tiny_models import save_model, sizes
+from tests.support.stack.executor_death import finished_after_death
 from tests.support.stack.executors_linked import wait_for_executors
 from tests.support.stack.http_pages import page
 
@@ -111,15 +110,8 @@ async def test_request_continues_with_its_tokens_when_its_executor_dies(hybrid_s
     async with AsyncClient(hybrid_stack.address) as client:
         whole = await client.complete(PROMPT, max_tokens=500, **ASKED)
         stream = client.generate(PROMPT, max_tokens=500, **ASKED)
-        deltas = aiter(stream)
-        await anext(deltas)
-        state = read_state(hybrid_stack.options.run_dir)
-        assert state is not None
-        (pid,) = (one.pid for one in state.processes if one.name == stream.transcript.executor_id)
-        os.kill(pid, signal.SIGKILL)
-        async for _ in deltas:
-            pass
-    assert stream.transcript.result().token_ids == whole.token_ids
+        continued = await finished_after_death(hybrid_stack, stream)
+    assert continued.token_ids == whole.token_ids
 
 
 @pytest.mark.parametrize("architecture", sorted(RECURRENT_GGUF))

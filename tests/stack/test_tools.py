@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,9 @@ from jsonschema import Draft202012Validator
 from inflight import AsyncClient, FinishReason, InflightError, ToolCallPart
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
-from inflight.local.state import read_state
 from tests.stack.conftest import EXECUTOR_ARGS
 from tests.support.stack.braked import ProcessBrake
+from tests.support.stack.executor_death import kill_executor_of
 from tests.support.stack.executors_linked import wait_for_executors
 from tests.support.stack.gateways import run_gateway
 
@@ -156,10 +154,7 @@ async def test_killed_executor_in_the_middle_of_arguments_changes_nothing(stack:
         has_killed = False
         async for delta in stream:
             if not has_killed and any(isinstance(part, ToolCallPart) and part.arguments for part in delta.parts):
-                state = read_state(tmp_path / "run")
-                assert state is not None
-                killed = next(one for one in state.processes if one.name == stream.transcript.executor_id)
-                os.kill(killed.pid, signal.SIGKILL)
+                kill_executor_of(failing, stream)
                 brake.release()
                 has_killed = True
         assert has_killed

@@ -111,13 +111,17 @@ class ExecutorSettings(ProcessSettings):
         ge=0,
         le=4096,
         description="seats: maximum sequences per step; 0: one for each 1024 tokens of the KV cache, at least 8 and at "
-        "most 64 on a CPU and 256 on a GPU",
+        "most 64 on a CPU, 256 on a GPU and 1024 on one of at least 70 GiB",
     )
     num_standby_sequences: int = Field(
         8, ge=0, le=4096, description="maximum sequences held in addition to the seats, ready for the next free seat"
     )
     max_num_tokens: int = Field(
-        1024, ge=16, le=1_048_576, description="maximum tokens per step, prompt chunks and decodes together"
+        0,
+        ge=0,
+        le=1_048_576,
+        description="maximum tokens per step, prompt chunks and decodes together; 0: 1024, and 8192 on a GPU of at "
+        "least 70 GiB, and at least max_num_sequences",
     )
     enable_chunked_context: bool = Field(
         True, description="split long prompts into chunks that share steps with decodes"

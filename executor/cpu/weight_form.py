@@ -258,4 +258,4 @@ def _seats(model: QuantizedModel, form: WeightForm, sizes: ExecutorSizes, free_b
         return sizes.max_num_sequences
     kv_bytes = sizes.kv_cache_free_host_mem_fraction * (free_bytes - model.num_bytes(form))
     num_tokens = sizes.max_tokens_in_paged_kv_cache or int(kv_bytes) // model.kv_bytes_per_token
-    return num_seats(num_tokens, 1, model.context_length, most_seats("cpu", sizes.max_num_tokens))
+    return num_seats(num_tokens, 1, model.context_length, most_seats(0, sizes.max_num_tokens))

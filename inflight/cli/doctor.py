@@ -229,7 +229,7 @@ def _measured_form(model: str) -> str:
     sizing: Any = imported("inflight.tools.sizing.model_shape")
     settings: Any = imported("inflight.common.settings")
     kv_size: Any = imported("inflight.common.kv_size")
-    own = settings.load(ranks.ExecutorSettings, "inflight doctor", [])
+    own = ranks.with_step_tokens(settings.load(ranks.ExecutorSettings, "inflight doctor", []))
     if own.weight_dtype != "auto":
         return f"{own.weight_dtype}, as the settings ask"
     shape, place = sizing.read_model_shape(model), device.choose_device(own.device)

@@ -69,8 +69,10 @@ _IN_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSizes:
-    """Settings of an executor that decide its steps and its KV cache, with their names. 0: from the free memory."""
+    """Settings of an executor that decide the form of its weights, its steps and its KV cache, with their names. A
+    number of 0: from the free memory."""
 
+    dtype: str
     max_num_sequences: int
     max_num_tokens: int
     max_tokens_in_paged_kv_cache: int
@@ -158,12 +160,12 @@ Measure = Callable[[TrialShape, Sequence[WeightForm], int, int], Mapping[WeightF
 
 def choose_form(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int | None, measure: Measure) -> FormChoice:
     """Returns the form for an executor with so much free memory. It measures if there is a choice, and if reading and
-    multiplying the weights takes a time worth measuring."""
-    others = WeightForm.DENSE, WeightForm.INT8
+    multiplying the weights takes a time worth measuring. A `dtype` that is set is kept in products."""
+    others = [WeightForm.DENSE, WeightForm.INT8] if sizes.dtype == "auto" else [WeightForm.DENSE]
     lacks = {form: lack_of_memory(model, form, sizes, free_bytes) for form in others}
     fitting = [form for form in others if not lacks[form]]
     if free_bytes is None or not fitting:
-        return FormChoice(WeightForm.QUANTIZED, str(lacks[WeightForm.INT8]))
+        return FormChoice(WeightForm.QUANTIZED, str(lacks[others[-1]]))
     if trial_shape(model.product, WeightForm.DENSE).num_bytes * model.num_layers < TRIAL_BYTES // 2:
         return FormChoice(WeightForm.QUANTIZED, "the model is too small for a measurement")
     seats = _seats(model, fitting[-1], sizes, free_bytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ GIBIBYTE = 1 << 30
 CODES = TrialCodes(4, 32, True)
 # A model with 1 GiB of dense weights, 544 MiB in int8, whose KV takes 64 KiB for a token.
 MODEL = QuantizedModel(product_of(2048, 8192, torch.bfloat16, CODES), 16, GIBIBYTE // 2, 0, 64 << 10, 8192)
-SIZES = ExecutorSizes(32, 1024, 0, 0.2, 0)
+SIZES = ExecutorSizes("auto", 32, 1024, 0, 0.2, 0)
 QUANTIZED, DENSE, INT8 = WeightForm
 # Microseconds of a token of output and of a prompt, of SmolLM2's gate and up, in the measured forms, and the choice.
 MEASURED = {
@@ -119,7 +120,7 @@ def test_the_unit_does_not_matter(quantized: TokenTimes, dense: TokenTimes, unit
     ],
 )
 def test_dense_weights_need_memory_beside_the_kv_cache(
-    free_bytes: int | None, changes: dict[str, int], reason: str | None
+    free_bytes: int | None, changes: dict[str, Any], reason: str | None
 ) -> None:
     found = lack_of_memory(MODEL, DENSE, replace(SIZES, **changes), free_bytes)
     assert found is None if reason is None else reason in str(found)
@@ -161,6 +162,13 @@ def test_only_forms_that_fit_are_measured() -> None:
     choice = choose_form(MODEL, SIZES, 1200 << 20, scripted(calls, int8=0.5))
     assert choice.form is INT8
     assert [forms for _, forms, *_ in calls] == [[QUANTIZED, INT8]]
+
+
+def test_a_dtype_that_is_set_is_kept_in_products() -> None:
+    calls: list[Call] = []
+    choice = choose_form(MODEL, replace(SIZES, dtype="float32"), 8 * GIBIBYTE, scripted(calls, dense=0.9, int8=0.1))
+    assert choice.form is QUANTIZED
+    assert [forms for _, forms, *_ in calls] == [[QUANTIZED, DENSE]]
 
 
 def test_a_model_in_the_caches_is_not_measured() -> None:

@@ -99,7 +99,7 @@ class GpuRunner:
         it is given; without it a CPU has no graphs. `prepare` decides whether `flashinfer` is used. `followers` are
         those of the leader of several ranks."""
         num_seats, max_blocks = limits.num_seat_rows, -(-limits.context_length // block_size)
-        self._device = decoder.head.device
+        self._device = decoder.device
         self._limits = limits
         self._vocabulary_size = decoder.vocabulary_size
         self._inputs = StepInputs(limits, block_size, self._vocabulary_size)

@@ -33,7 +33,9 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # Numbers that differ from step to step are not specialised, because each kind would be compiled at its first use.
 @triton.jit(do_not_specialize=["first_sequence", "num_sequences"])
 def attend_kernel(
-    queries, keys, values, key_scales, value_scales, outputs,
+    queries, keys, values, key_scales, value_scales,
+    sinks,  # [heads] float32, scores that belong to no key; unused without HAS_SINKS
+    outputs,
     partials,  # [tokens, heads, NUM_SPLITS, HEAD_DIM] float32; unused with one split
     log_weights,  # [tokens, heads, NUM_SPLITS] float32; unused with one split
     query_starts, context_lengths, block_tables, table_rows,
@@ -42,7 +44,8 @@ def attend_kernel(
     first_sequence, num_sequences, scale, softcap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_DECODE: tl.constexpr,
-    IS_CAPPED: tl.constexpr, NUM_SPLITS: tl.constexpr, SPAN_KEYS: tl.constexpr, IS_PADDED: tl.constexpr,
+    IS_CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPAN_KEYS: tl.constexpr,
+    IS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles, KV heads, splits. `IS_DECODE`: sequence i has one new token, the i-th of the batch. Only decodes
     are split."""
@@ -79,8 +82,14 @@ def attend_kernel(
     keys, values = keys + kv_offset, values + kv_offset
     key_scales, value_scales = key_scales + kv_offset // HEAD_DIM, value_scales + kv_offset // HEAD_DIM
     positions, context_end = first_position + rows // GROUP, first_position + num_queries
+    largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    if HAS_SINKS and NUM_SPLITS == 1:
+        # A score without a value. Of splits `combine_kernel` adds it.
+        largest = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
     result, log_weight = attend_to_share(
-        query_tile, keys, values, key_scales, value_scales,
+        largest, total, query_tile, keys, values, key_scales, value_scales,
         table, positions, first_position, context_end, first_span, num_tiles, block_stride,
         slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_ROWS, TILE_KEYS, WINDOW, IS_CAPPED,
         NUM_SPLITS, SPAN_KEYS,
@@ -146,16 +155,15 @@ def share_of_keys(
 
 @triton.jit
 def attend_to_share(
-    query_tile, keys, values, key_scales, value_scales,
+    largest, total, query_tile, keys, values, key_scales, value_scales,
     table, positions, first_position, context_end, first_span, num_tiles,
     block_stride, slot_stride, scale, softcap,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr, NUM_SPLITS: tl.constexpr,
     SPAN_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the softmax-weighted values of a split's keys, and the base-2 logarithm of the sum of their weights."""
-    largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_ROWS], tl.float32)
+    """Returns the softmax-weighted values of a split's keys, and the base-2 logarithm of the sum of their weights.
+    `largest` and `total` are those of what is in the softmax besides."""
     result = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
     if NUM_SPLITS > 1:
         largest, total, result = attend_to(
@@ -295,10 +303,12 @@ def tanh(x):
 
 @triton.jit
 def combine_kernel(
-    partials, log_weights, outputs, query_starts, output_token_stride, output_head_stride,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, IS_PADDED: tl.constexpr,
+    partials, log_weights, sinks, outputs, query_starts, output_token_stride, output_head_stride,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    IS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Computes the weighted mean of the splits of one decode and head. Grid: tokens, heads."""
+    """Computes the weighted mean of the splits of one decode and head. A sink has a weight and no value. Grid: tokens,
+    heads."""
     if IS_PADDED:  # noqa: SIM102 - decided at compilation
         if not is_decode(query_starts, tl.program_id(0)):
             return
@@ -308,9 +318,16 @@ def combine_kernel(
     logs = tl.load(log_weights + first_part + splits)
     # Every token sees at least its own key, so one split has a weight. It may be NaN, which the result is then, too.
     largest = tl.max(logs, 0)
-    weights = tl.exp2(logs - tl.where(largest == float("-inf"), 0.0, largest))
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        largest = tl.maximum(largest, sink)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2(logs - base)
+    total = tl.sum(weights, 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - base)
     mask = (logs != float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
     parts = tl.load(partials + (first_part + splits)[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    result = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+    result = tl.sum(parts * weights[:, None], 0) / total
     offset = token * output_token_stride + head * output_head_stride
     tl.store(outputs + offset + dims, result.to(outputs.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -6,7 +6,7 @@ It is made without weights. Matrices of linear layers and of experts that are qu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch

@@ -65,7 +65,7 @@ class GpuNetworkForward(TransformersForward):
 
     @property
     def has_window_pools(self) -> bool:
-        return False
+        return True
 
     def free_device_bytes(self, sizes: StepSizes) -> int | None:
         return free_beside_steps(self._decoder, self.layout, _without_graphs(sizes))

@@ -256,8 +256,10 @@ class GpuDecoder:
         if shape.embedding_scale != 1.0:
             hidden *= shape.embedding_scale
         delta: Projected | None = None
-        for index, layer_kv in zip(range(len(self._layers)), kv, strict=True):
-            delta = self._compute_layer(index, hidden, delta, batch, layer_kv, groups, attention)
+        windows = batch.for_windows
+        for index, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
+            of_layer = batch if layer.scoring.sliding_window is None else windows
+            delta = self._compute_layer(index, hidden, delta, of_layer, layer_kv, groups, attention)
         assert delta is not None
         return hidden, delta
 

@@ -77,10 +77,7 @@ def grouped_kernel(
         # Rounded as a product of its own would be.
         dtype = outputs.dtype.element_ty
         gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
-        if GATE_LIMIT is None:
-            results = activated(gate, up, HAS_GELU)
-        else:
-            results = clamped(gate, up, GATE_FACTOR, GATE_LIMIT)
+        results = activated(gate, up, HAS_GELU) if GATE_LIMIT is None else clamped(gate, up, GATE_FACTOR, GATE_LIMIT)
     else:
         results = sums * tl.load(pair_weights + pair, mask=has_pair, other=0.0)[:, None]
     output_columns = first + tl.arange(0, TILE_OUTPUTS)

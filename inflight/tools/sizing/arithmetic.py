@@ -221,7 +221,7 @@ def pool_of(
         adapter_bytes=adapter_bytes,
         num_host_blocks=num_host_blocks,
     )
-    if machine.is_gpu or host_bytes or steps is None or not shape.num_window_layers:
+    if (machine.is_gpu and num_ranks > 1) or host_bytes or steps is None or not shape.num_window_layers:
         return pool
     return _with_window_group(pool, shape, steps, is_limited=max_tokens_in_pool > 0)
 

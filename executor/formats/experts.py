@@ -117,6 +117,7 @@ class ExpertTensors:
         for parameter in PARAMETERS:
             shape = getattr(self.module, parameter).shape[1:]
             num_out, num_in = reversed(shape) if is_transposed(self.module) else shape
+            found: Tensor | ExpertMatrices
             if self.names is None:
                 found = self._fused(parameter, num_out, num_in, read)
             else:

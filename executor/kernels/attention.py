@@ -2,7 +2,8 @@
 
 KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]` for keys and for values. FP8 keys and values have scales
 `[num_blocks, num_kv_heads, block_size]` in float32. They become the queries' dtype, which represents e4m3 exactly;
-scales multiply scores and weights in float32. Without FP8 the pointers of scales are unused.
+scales multiply scores and weights in float32. Without FP8 the pointers of scales are unused. With `HAS_SINKS` the
+softmax of each head has one more score, `sinks[heads]`, which belongs to no key.
 
 A program computes a tile of query rows of one sequence and one KV head. Rows are packed: the `GROUP` query heads that
 share the KV head are adjacent, so a decode fills a matrix instruction's 16 rows as far as it can.
@@ -33,9 +34,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # Numbers that differ from step to step are not specialised, because each kind would be compiled at its first use.
 @triton.jit(do_not_specialize=["first_sequence", "num_sequences"])
 def attend_kernel(
-    queries, keys, values, key_scales, value_scales,
-    sinks,  # [heads] float32, scores that belong to no key; unused without HAS_SINKS
-    outputs,
+    queries, keys, values, key_scales, value_scales, sinks, outputs,
     partials,  # [tokens, heads, NUM_SPLITS, HEAD_DIM] float32; unused with one split
     log_weights,  # [tokens, heads, NUM_SPLITS] float32; unused with one split
     query_starts, context_lengths, block_tables, table_rows,
@@ -60,8 +59,7 @@ def attend_kernel(
     if first >= num_new:
         return
     context = tl.load(context_lengths + sequence)
-    first_position = context - num_new + first
-    num_queries = tl.minimum(num_new - first, TILE_QUERIES)
+    first_position, num_queries = context - num_new + first, tl.minimum(num_new - first, TILE_QUERIES)
     table = block_tables + tl.load(table_rows + sequence).to(tl.int64) * table_stride
 
     rows, dims = tl.arange(0, TILE_ROWS), tl.arange(0, PADDED_DIM)
@@ -82,17 +80,11 @@ def attend_kernel(
     keys, values = keys + kv_offset, values + kv_offset
     key_scales, value_scales = key_scales + kv_offset // HEAD_DIM, value_scales + kv_offset // HEAD_DIM
     positions, context_end = first_position + rows // GROUP, first_position + num_queries
-    largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_ROWS], tl.float32)
-    if HAS_SINKS and NUM_SPLITS == 1:
-        # A score without a value. Of splits `combine_kernel` adds it.
-        largest = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-        total += 1.0
+    largest, total = before_keys(sinks + heads, is_row, TILE_ROWS, HAS_SINKS and NUM_SPLITS == 1)
     result, log_weight = attend_to_share(
-        largest, total, query_tile, keys, values, key_scales, value_scales,
-        table, positions, first_position, context_end, first_span, num_tiles, block_stride,
-        slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_ROWS, TILE_KEYS, WINDOW, IS_CAPPED,
-        NUM_SPLITS, SPAN_KEYS,
+        largest, total, query_tile, keys, values, key_scales, value_scales, table, positions, first_position,
+        context_end, first_span, num_tiles, block_stride, slot_stride, scale, softcap,
+        HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_ROWS, TILE_KEYS, WINDOW, IS_CAPPED, NUM_SPLITS, SPAN_KEYS,
     )  # fmt: skip
 
     if NUM_SPLITS == 1:
@@ -101,6 +93,18 @@ def attend_kernel(
     else:
         tl.store(partials + parts[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
         tl.store(log_weights + parts, log_weight, mask=is_row)
+
+
+@triton.jit
+def before_keys(sinks, is_row, TILE_ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """Returns the largest score of each row in base 2, and the sum of the weights, before it has seen a key. Sinks of
+    splits are added by `combine_kernel`."""
+    largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    if HAS_SINKS:
+        largest = tl.load(sinks, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
+    return largest, total
 
 
 @triton.jit

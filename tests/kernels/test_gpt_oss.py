@@ -19,6 +19,8 @@ from inflight.executor.model.model import PagedModel
 from inflight.executor.products.coded import CodedMatrix
 from inflight.executor.scheduler.sequence import PlanRow, Sequence, StepPlan
 from inflight.executor.step.batch import pack
+from inflight.tools.sizing.arithmetic import Machine, pool_of
+from inflight.tools.sizing.model_shape import read_model_shape
 from tests.support.checkpoints.gpt_oss import WINDOW, save_gpt_oss, save_mxfp4
 from tests.support.device.paged_cases import make_sequence
 
@@ -103,6 +105,12 @@ def test_experts_in_mxfp4_stay_as_in_the_checkpoint(mxfp4: Path) -> None:
             assert isinstance(product.matrix, CodedMatrix)
             # A byte for two numbers, and one for each group of 32.
             assert product.num_bytes == product.matrix.shape.numel() * 17 // 32
+    # Which is what is predicted for a GPU.
+    stored = load_file(mxfp4 / "model.safetensors")
+    dense_bytes = 4 * sum(one.numel() for name, one in stored.items() if not name.endswith(("_blocks", "_scales")))
+    coded_bytes = sum(one.numel() for name, one in stored.items() if name.endswith(("_blocks", "_scales")))
+    predicted = pool_of(read_model_shape(str(mxfp4)), Machine(1 << 40, True, 0.9, 0), "float32", 16).weight_bytes
+    assert predicted == pytest.approx(dense_bytes + coded_bytes, rel=0.01)
     found = logits_of(model, sequences(), [6, 2])[0]
     wanted = expected(mxfp4.with_name("mxfp4-dense"))[0]
     assert float((found - wanted[[5, 11, 17, 23, 27]]).abs().max()) <= 1e-4

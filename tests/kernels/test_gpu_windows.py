@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_tokens_are_those_of_one_pool(folder: Path) -> None:
         model = load(folder, "triton")
         model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE, None if window is None else window.num_blocks)
         assert isinstance(model.forward, GpuForward)
-        options = {} if window is None else {"max_graph_tokens": 16, "capture_graphs": Captured({})}
+        options: dict[str, Any] = {} if window is None else {"max_graph_tokens": 16, "capture_graphs": Captured({})}
         runner = GpuRunner(model.forward.decoder, model.kv, limits, BLOCK_SIZE, **options)
         if window is not None:
             runner.prepare()

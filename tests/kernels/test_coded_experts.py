@@ -41,6 +41,7 @@ from tests.support.checkpoints.quantized_checkpoints import (
     save_quantized,
 )
 
+CPU = torch.device("cpu")
 NUM_EXPERTS = 3
 # Steps whose pairs are tiles of their own, and those with tiles of 16 and of 64 rows.
 NUM_ROWS_OF_STEPS = (1, 9, 30)
@@ -64,20 +65,20 @@ FORMATS: dict[str, Callable[[], Coded]] = {
 }
 
 
-def of_experts(make: Callable[[], Coded]) -> tuple[CodedMatrix, Tensor]:
-    """The matrices of all experts, and the dense ones `[experts, rows, columns]`. Each has other scales."""
+def of_experts(make: Callable[[], Coded], device: torch.device = CPU) -> tuple[CodedMatrix, Tensor]:
+    """The matrices of all experts, whose codes differ, and the dense ones `[experts, rows, columns]`."""
     parts = [make() for _ in range(NUM_EXPERTS)]
     parts = [replace(part, codes=part.codes.roll(index, 0)) for index, part in enumerate(parts)]
     dense = torch.stack([part.dequantized() for part in parts])
-    return coded_matrix(stacked(parts)), dense
+    return coded_matrix(stacked(parts).to(device)), dense.to(device)
 
 
-def multiply(product: GroupedProduct, num_rows: int) -> Tensor:
+def multiply(product: GroupedProduct, num_rows: int, device: torch.device = CPU) -> Tensor:
     """The products of some rows with the experts that they choose."""
     shape = shape_of(NUM_EXPERTS, 2, hidden_size=NUM_COLUMNS)
-    layer = ExpertLayer(shape, numbers(NUM_EXPERTS, NUM_COLUMNS), None, product, product)
+    layer = ExpertLayer(shape, numbers(NUM_EXPERTS, NUM_COLUMNS).to(device), None, product, product)
     # Small enough for the exponential of a gate.
-    hidden = 0.01 * numbers(num_rows, NUM_COLUMNS, seed=3)
+    hidden = 0.01 * numbers(num_rows, NUM_COLUMNS, seed=3).to(device)
     choice = layer.choose(hidden)
     return product.multiply(hidden, layer.order(choice.experts, 4), choice.weights if product.gating is None else None)
 
@@ -85,10 +86,15 @@ def multiply(product: GroupedProduct, num_rows: int) -> Tensor:
 @pytest.mark.parametrize("gating", [None, Gating()], ids=["down", "gates"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_are_those_of_the_dense_matrices(name: str, gating: Gating | None) -> None:
-    matrix, dense = of_experts(FORMATS[name])
+    assert_products_are_those_of_the_dense_matrices(name, gating, CPU)
+
+
+def assert_products_are_those_of_the_dense_matrices(name: str, gating: Gating | None, device: torch.device) -> None:
+    """In float32."""
+    matrix, dense = of_experts(FORMATS[name], device)
     coded, expected = GroupedProduct(matrix, NUM_EXPERTS, gating), GroupedProduct(dense, NUM_EXPERTS, gating)
     for num_rows in NUM_ROWS_OF_STEPS:
-        found, wanted = multiply(coded, num_rows), multiply(expected, num_rows)
+        found, wanted = multiply(coded, num_rows, device), multiply(expected, num_rows, device)
         assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-5
 
 

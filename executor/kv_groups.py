@@ -54,7 +54,7 @@ def choose_kv_groups(
 
 def _obstacle(settings: ExecutorSettings, forward: Forward) -> str | None:
     if not forward.has_window_pools:
-        return f"windows need a CPU, and the device is {forward.layout.device}"
+        return "several GPUs, and FlashInfer, have one block table for all layers"
     if settings.kv_cache_host_memory_bytes:
         return "kv_cache_host_memory_bytes is set"
     return None

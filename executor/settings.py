@@ -165,8 +165,8 @@ class ExecutorSettings(ProcessSettings):
     tokens_per_block: int = Field(16, ge=16, le=256, multiple_of=16, description="tokens per KV block")
     kv_window_groups: Literal["auto", "off"] = Field(
         "auto",
-        description="whether layers with a sliding window keep only their window in the KV cache; auto: on a CPU "
-        "without kv_cache_host_memory_bytes; off: they keep the whole context",
+        description="whether layers with a sliding window keep only their window in the KV cache; auto: on a CPU and "
+        "on one GPU, without kv_cache_host_memory_bytes and FlashInfer; off: they keep the whole context",
     )
     max_tokens_in_paged_kv_cache: int = Field(
         0, ge=0, description="size of the KV cache in tokens; 0: from free memory"

@@ -60,20 +60,24 @@ class LayerKv:
 class Scoring:
     """How a query and a key make a score: `query · key * scale`, then `softcap * tanh(score / softcap)`.
 
-    A query sees the `sliding_window` latest keys, its own included; None is all of them.
+    A query sees the `sliding_window` latest keys, its own included; None is all of them. With `has_sinks` the softmax
+    has one more score for each head, which no value belongs to.
     """
 
     scale: float
     sliding_window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
 
 
 class StepAttention(Protocol):
     """What computes the attention of a step whose keys and values are written."""
 
-    def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
+    def attend(
+        self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring, sinks: Tensor | None = None
+    ) -> Tensor:
         """Computes causal attention of `queries[T, num_heads, head_dim]`, whose keys are written. Returns the same
-        shape."""
+        shape. `sinks` `[num_heads]` float32 are the scores that belong to no key, if `scoring` has them."""
         ...
 
 

@@ -81,8 +81,11 @@ class CpuAttention:
         )
         _call(self._write[keys.dtype], self.pool, call)
 
-    def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
+    def attend(
+        self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring, sinks: Tensor | None = None
+    ) -> Tensor:
         queries = _with_contiguous_heads(queries)
+        sinks = None if sinks is None else sinks.float().contiguous()
         outputs = torch.empty(queries.shape, dtype=queries.dtype)
         call = _AttendCall(
             queries=queries.data_ptr(),
@@ -93,6 +96,7 @@ class CpuAttention:
             context_lengths=batch.context_lengths.data_ptr(),
             block_tables=batch.block_tables.data_ptr(),
             table_rows=batch.table_rows.data_ptr(),
+            sinks=None if sinks is None else sinks.data_ptr(),
             query_token_stride=queries.stride(0),
             query_head_stride=queries.stride(1),
             table_stride=batch.block_tables.stride(0),
@@ -131,7 +135,7 @@ class _AttendCall(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("queries", "outputs", "cached_keys", "cached_values")),
-        *((name, c_void_p) for name in ("query_starts", "context_lengths", "block_tables", "table_rows")),
+        *((name, c_void_p) for name in ("query_starts", "context_lengths", "block_tables", "table_rows", "sinks")),
         *((name, c_int64) for name in ("query_token_stride", "query_head_stride", "table_stride")),
         *((name, c_int64) for name in ("num_sequences", "num_heads", "num_kv_heads", "head_dim")),
         *((name, c_int64) for name in ("block_size", "sliding_window", "is_int8")),

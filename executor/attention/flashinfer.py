@@ -117,7 +117,10 @@ class PlannedAttention:
     wrappers: Mapping[Scoring, Wrapper]
     decodes: DecodeAttention
 
-    def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
+    def attend(
+        self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring, sinks: Tensor | None = None
+    ) -> Tensor:
+        assert sinks is None
         outputs = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         first = batch.num_decodes
         self.decodes.attend_decodes(queries, kv, batch, scoring, outputs)
@@ -258,6 +261,8 @@ def unsupported_reason(heads: Heads | None, dtype: torch.dtype, kv_dtypes: Seque
         return f"it computes in {' and '.join(map(str, DTYPES))}, not {dtype}"
     if any(kv_dtype != dtype for kv_dtype in kv_dtypes):
         return "it cannot read a quantized KV cache, which has a scale for each token and KV head"
+    if any(scoring.has_sinks for scoring in heads.scorings):
+        return "it computes no attention sinks"
     if heads.kv.head_dim not in HEAD_DIMS:
         return f"it computes heads of {', '.join(map(str, HEAD_DIMS))} numbers, not {heads.kv.head_dim}"
     return None

@@ -40,14 +40,16 @@ class ReferenceAttention:
         kv.keys[batch.slot_mapping] = keys
         kv.values[batch.slot_mapping] = values
 
-    def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
+    def attend(
+        self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring, sinks: Tensor | None = None
+    ) -> Tensor:
         """Computes the decodes at once, then each chunk in tiles."""
         outputs = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         num_decodes, table_rows = batch.num_decodes, batch.table_rows.long()
         if num_decodes:
             tables, lengths = batch.block_tables[table_rows[:num_decodes]], batch.context_lengths[:num_decodes]
             outputs[:num_decodes] = _attend(
-                queries[:num_decodes, None], kv, tables, lengths, batch.block_size, scoring
+                queries[:num_decodes, None], kv, tables, lengths, batch.block_size, scoring, sinks
             ).squeeze(1)
         starts = batch.query_starts.tolist()
         for i in range(num_decodes, batch.num_sequences):
@@ -56,12 +58,20 @@ class ReferenceAttention:
                 lengths = batch.context_lengths[i : i + 1] - (starts[i + 1] - end)
                 tables = batch.block_tables[table_rows[i : i + 1]]
                 outputs[start:end] = _attend(
-                    queries[None, start:end], kv, tables, lengths, batch.block_size, scoring
+                    queries[None, start:end], kv, tables, lengths, batch.block_size, scoring, sinks
                 ).squeeze(0)
         return outputs
 
 
-def _attend(queries: Tensor, kv: LayerKv, tables: Tensor, lengths: Tensor, block_size: int, scoring: Scoring) -> Tensor:
+def _attend(
+    queries: Tensor,
+    kv: LayerKv,
+    tables: Tensor,
+    lengths: Tensor,
+    block_size: int,
+    scoring: Scoring,
+    sinks: Tensor | None,
+) -> Tensor:
     """Computes attention of N sequences with M new tokens each, `queries[N, M, num_heads, head_dim]`.
 
     The M tokens are the last of the `lengths[N]` tokens of each context.
@@ -88,5 +98,10 @@ def _attend(queries: Tensor, kv: LayerKv, tables: Tensor, lengths: Tensor, block
     scores = torch.einsum("nmkgd,nlkd->nkgml", grouped, keys) * scoring.scale
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(-1)
+    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        of_heads = sinks.float().view(1, num_kv_heads, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, of_heads), -1).softmax(-1)[..., :-1]
     return torch.einsum("nkgml,nlkd->nmkgd", weights, values).flatten(2, 3).to(queries.dtype)

@@ -54,7 +54,7 @@ class PagedStep:
         scoring = self.layers[layer].scoring
         batch = self.batch if scoring.sliding_window is None else self.batch.for_windows
         self.backend.write(self.kv[layer], keys, values, batch)
-        return self.backend.attend(queries, self.kv[layer], batch, scoring)
+        return self.backend.attend(queries, self.kv[layer], batch, scoring, options.get("s_aux"))
 
 
 class LayerProbe:
@@ -74,6 +74,7 @@ class LayerProbe:
                 scale=float(queries.shape[2] ** -0.5 if scale is None else scale),
                 sliding_window=options.get("sliding_window"),
                 softcap=options.get("softcap"),
+                has_sinks=options.get("s_aux") is not None,
             ),
         )
         return torch.zeros_like(queries)
@@ -128,8 +129,9 @@ def _check_call(queries: Tensor, keys: Tensor, values: Tensor, options: dict[str
         raise ModelError("its keys and values have heads of different sizes")
     if keys.shape[0] != queries.shape[0] or queries.shape[1] % keys.shape[1]:
         raise ModelError("its attention is not grouped-query self-attention")
-    if options.get("s_aux") is not None:
-        raise ModelError("it has attention sinks")
+    sinks = options.get("s_aux")
+    if sinks is not None and sinks.shape != queries.shape[1:2]:
+        raise ModelError("its attention sinks are not one for each head")
     if options.get("is_causal") is False:
         raise ModelError("its attention is not causal")
 

@@ -70,26 +70,36 @@ class TritonAttention:
             BLOCK_SIZE=kv.keys.shape[2],
         )
 
-    def attend(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring) -> Tensor:
+    def attend(
+        self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring, sinks: Tensor | None = None
+    ) -> Tensor:
         # Padding tokens belong to no sequence, so that no program writes their outputs.
         make = torch.zeros if batch.is_padded else torch.empty
         outputs = make(queries.shape, dtype=queries.dtype, device=queries.device)
-        self.attend_decodes(queries, kv, batch, scoring, outputs)
+        self.attend_decodes(queries, kv, batch, scoring, outputs, sinks)
         # With padding every sequence may be a decode or not.
         first = 0 if batch.is_padded else batch.num_decodes
         if batch.num_sequences > first:
-            call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring)
+            call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring, sinks)
             work = call.work(batch.num_tokens - first, batch.num_sequences - first)
             tiling = self._tile_chunks(work)
             tokens = slice(first, batch.num_tokens)
             call.launch(tiling, num_row_tiles(work, tiling.rows), tokens, is_decode=False)
         return outputs
 
-    def attend_decodes(self, queries: Tensor, kv: LayerKv, batch: StepBatch, scoring: Scoring, outputs: Tensor) -> None:
+    def attend_decodes(
+        self,
+        queries: Tensor,
+        kv: LayerKv,
+        batch: StepBatch,
+        scoring: Scoring,
+        outputs: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
         """Computes the decodes of a step alone, into their rows of `outputs`."""
         num_decodes = batch.num_decodes
         if num_decodes:
-            call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring)
+            call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring, sinks)
             work = call.work(num_decodes, num_decodes)
             call.launch(self._tile_decodes(work), num_decodes, slice(0, num_decodes), is_decode=True)
 
@@ -103,6 +113,7 @@ class _Call:
     kv: LayerKv
     batch: StepBatch
     scoring: Scoring
+    sinks: Tensor | None
 
     def work(self, num_tokens: int, num_sequences: int) -> AttentionWork:
         """Returns the size of a launch for some of the sequences."""
@@ -121,9 +132,10 @@ class _Call:
     def launch(self, tiling: Tiling, num_tiles: int, tokens: slice, *, is_decode: bool) -> None:
         """Attends for `tokens`, which are all decodes or all chunks. A chunk's first token has its sequence's index."""
         kv, batch, scoring, outputs = self.kv, self.batch, self.scoring, self.outputs
+        sinks = outputs if self.sinks is None else self.sinks
         partials, log_weights = self._allocate_partials(tokens.stop, tiling.splits)
         attend_kernel[(num_tiles, kv.shape.num_kv_heads, tiling.splits)](
-            *(self.queries, kv.keys, kv.values, *scales_of(kv), outputs, partials, log_weights),
+            *(self.queries, kv.keys, kv.values, *scales_of(kv), sinks, outputs, partials, log_weights),
             *(batch.query_starts, batch.context_lengths, batch.block_tables, batch.table_rows),
             *(*self.queries.stride()[:2], *outputs.stride()[:2], *kv.keys.stride()[:3]),
             batch.block_tables.stride(0),
@@ -138,6 +150,7 @@ class _Call:
             WINDOW=scoring.sliding_window or 0,
             IS_DECODE=is_decode,
             IS_CAPPED=scoring.softcap is not None,
+            HAS_SINKS=self.sinks is not None,
             NUM_SPLITS=tiling.splits,
             SPAN_KEYS=tiling.span_keys,
             IS_PADDED=batch.is_padded,
@@ -147,10 +160,11 @@ class _Call:
         if tiling.splits > 1:
             decoded = outputs[tokens]
             combine_kernel[decoded.shape[:2]](
-                *(partials, log_weights, decoded, batch.query_starts, *decoded.stride()[:2]),
+                *(partials, log_weights, sinks, decoded, batch.query_starts, *decoded.stride()[:2]),
                 HEAD_DIM=kv.shape.head_dim,
                 PADDED_DIM=padded_dim(kv.shape.head_dim),
                 NUM_SPLITS=tiling.splits,
+                HAS_SINKS=self.sinks is not None,
                 IS_PADDED=batch.is_padded,
                 num_warps=COMBINE_WARPS,
             )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from inflight.executor.attention.transformers_hook import Layer
+from inflight.executor.checkpoint.expert_matrices import ExpertMatrices, alternates
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
 from inflight.executor.checkpoint.quantized_weight import Matrix
 
@@ -39,7 +40,8 @@ class Family:
     `norm_offset` is added to the weights of norms. `has_multipliers`: the configuration multiplies embeddings, what is
     added to the residual stream, and logits. `caps_logits`: the configuration has a soft cap of logits. `is_rotated`
     tells from the attention of a layer whether it has a rotary embedding. `has_sigmoid_router`: experts are weighted by
-    the sigmoids of their scores, not by the softmax of all.
+    the sigmoids of their scores, not by the softmax of all. `has_clamped_gates`: the activation of experts is
+    `CLAMPED`.
     """
 
     norms: Norms = Norms()
@@ -49,6 +51,7 @@ class Family:
     caps_logits: bool = False
     is_rotated: Callable[[Any], bool] = lambda attention: True
     has_sigmoid_router: bool = False
+    has_clamped_gates: bool = False
 
 
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -61,6 +64,7 @@ FAMILIES = {
     "Gemma2ForCausalLM": GEMMA,
     "Gemma3ForCausalLM": GEMMA,
     "Glm4MoeForCausalLM": Family(has_sigmoid_router=True),
+    "GptOssForCausalLM": Family(has_clamped_gates=True),
     "GraniteForCausalLM": Family(has_multipliers=True),
     "GraniteMoeForCausalLM": Family(has_multipliers=True),
     "LlamaForCausalLM": Family(),
@@ -79,7 +83,7 @@ FAMILIES = {
     "SeedOssForCausalLM": Family(),
     "SmolLM3ForCausalLM": Family(is_rotated=lambda attention: bool(attention.use_rope)),
 }
-SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
+SILU, GELU_TANH, CLAMPED = "silu", "gelu_pytorch_tanh", "clamped"
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
@@ -117,7 +121,11 @@ class DecoderShape:
     Beside them `shared_size` is the size of the shared expert of a layer, and `dense_size` that of the layers without
     experts; 0 where there are none.
 
-    A soft cap c makes `c * tanh(x / c)` of scores and logits x; None leaves them. `logit_scale` is applied before.
+    A soft cap c makes `c * tanh(x / c)` of scores and logits x; None leaves them. `logit_scale` is applied before. With
+    `has_sinks` the softmax of attention has one more score for each head.
+
+    The activation `CLAMPED` is, of a gate g up to `gate_limit` and u between plus and minus that, g * sigmoid(
+    `gate_factor` * g) * (u + 1).
     """
 
     num_layers: int
@@ -144,6 +152,9 @@ class DecoderShape:
     routing: Routing = Routing()
     shared_size: int = 0
     dense_size: int = 0
+    has_sinks: bool = False
+    gate_factor: float = 1.0
+    gate_limit: float = 0.0
 
     @property
     def rotary_dim(self) -> int:
@@ -162,9 +173,13 @@ class LayerWeights:
     and `gate_up_parts` those of gate and up: separate, or one that is fused.
 
     With experts there is a router `[num_experts, hidden_size]`, and `gate_up_parts`, which is one, and `down` have one
-    dimension more, the experts, in front. `router_correction` `[num_experts]` is added to the weights of experts for
-    the choice alone. What a shared expert yields is multiplied by the sigmoid of the product with `shared_gate`
-    `[1, hidden_size]`, if there is one.
+    dimension more, the experts, in front; those of codes have the rows of all experts, and `gate_up_order` and
+    `down_order` are those of `ExpertMatrices`. `router_bias` `[num_experts]` is added to the router's scores, and
+    `router_correction` to the weights of experts for the choice alone. `gate_up_bias` and `down_bias` `[num_experts,
+    out]` are those of experts. What a shared expert yields is multiplied by the sigmoid of the product with
+    `shared_gate` `[1, hidden_size]`, if there is one.
+
+    `sinks` `[num_heads]` are scores of attention that belong to no key.
     """
 
     input_norm: Tensor | None
@@ -183,6 +198,12 @@ class LayerWeights:
     shared_gate_up_parts: tuple[Matrix, ...] = ()
     shared_down: Matrix | None = None
     shared_gate: Tensor | None = None
+    router_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    gate_up_order: Tensor | None = None
+    down_order: Tensor | None = None
+    sinks: Tensor | None = None
 
     @property
     def qkv_matrices(self) -> tuple[Matrix, ...]:
@@ -217,7 +238,8 @@ def read_decoder(
     network: PreTrainedModel, layers: Sequence[Layer], context_length: int | None = None
 ) -> DecoderWeights | str:
     """Returns the weights of a network of the families, or the reason why it is not of one. `layers` is the attention
-    of its layers. Without `context_length` positions are not limited."""
+    of its layers. Without `context_length` positions are not limited. Experts that transformers has in another order
+    are as `order_experts` leaves them."""
     name = type(network).__name__
     if name not in FAMILIES:
         return f"{name} is not one of {', '.join(sorted(FAMILIES))}"
@@ -247,8 +269,9 @@ def read_decoder(
             sliding_windows=tuple(layer.scoring.sliding_window for layer in layers),
             ropes=ropes,
             layer_ropes=layer_ropes,
-            activation=ACTIVATIONS[getattr(config, family.activation_name)],
             softcap=layers[0].scoring.softcap,
+            has_sinks=layers[0].scoring.has_sinks,
+            **_activation(config, family),
             **_scales(config, family, body),
             **_experts(body, family),
         ),
@@ -266,6 +289,8 @@ def _obstacle(config: PretrainedConfig, family: Family, body: Any, head: Any, la
         return "its attention differs between layers"
     if any(layer.scoring.softcap != layers[0].scoring.softcap for layer in layers):
         return "the soft cap of its scores differs between layers"
+    if any(layer.scoring.has_sinks != layers[0].scoring.has_sinks for layer in layers):
+        return "some of its layers have attention sinks and others have not"
     if any(layer.scoring.scale != layers[0].scoring.scale for layer in layers):
         return "the scale of its scores differs between layers"
     if getattr(config, "clip_qkv", None) is not None:
@@ -273,6 +298,14 @@ def _obstacle(config: PretrainedConfig, family: Family, body: Any, head: Any, la
     if any(getattr(_feed_forward(module).down_proj, "bias", None) is not None for module in body.layers):
         return "its feed-forward layers have biases"
     return None if head.bias is None else "its output layer has a bias"
+
+
+def _activation(config: PretrainedConfig, family: Family) -> dict[str, Any]:
+    """Returns the activation of feed-forward layers, and its constants."""
+    if not family.has_clamped_gates:
+        return {"activation": ACTIVATIONS[getattr(config, family.activation_name)]}
+    factor, limit = float(config.swiglu_alpha), float(config.swiglu_limit)
+    return {"activation": CLAMPED, "gate_factor": factor, "gate_limit": limit}
 
 
 def _position_obstacle(config: PretrainedConfig, context_length: int | None) -> str | None:
@@ -383,6 +416,7 @@ def _read_layer(module: Any, family: Family) -> LayerWeights:
         gate_up_parts=_gate_up_parts(feed_forward),
         down=_weight(feed_forward.down_proj),
         feed_forward_output_norm=_norm_weight(module, norms.feed_forward_output, family),
+        sinks=getattr(attention, "sinks", None),
         **_read_routing(_block(module)),
     )
 
@@ -393,8 +427,17 @@ def _read_routing(block: Any) -> dict[str, Any]:
         return {}
     router, shared, gate = _router(block), _shared(block), getattr(block, "shared_expert_gate", None)
     correction = getattr(router, "e_score_correction_bias", getattr(block, "e_score_correction_bias", None))
+    experts = block.experts
+    gate_up_bias = getattr(experts, "gate_up_proj_bias", None)
+    if gate_up_bias is not None and alternates(experts):
+        gate_up_bias = torch.cat((gate_up_bias[:, ::2], gate_up_bias[:, 1::2]), 1)
     return {
         "router": router.weight,
+        "router_bias": getattr(router, "bias", None),
+        "gate_up_bias": gate_up_bias,
+        "down_bias": getattr(experts, "down_proj_bias", None),
+        "gate_up_order": getattr(experts.gate_up_proj, "orders", None),
+        "down_order": getattr(experts.down_proj, "orders", None),
         "router_correction": correction,
         "shared_gate_up_parts": () if shared is None else _gate_up_parts(shared),
         "shared_down": None if shared is None else _weight(shared.down_proj),
@@ -409,7 +452,7 @@ def _gate_up_parts(feed_forward: Any) -> tuple[Matrix, ...]:
 
 def _weight(linear: Any) -> Any:
     """Returns the weight of a linear layer, or the weights of all experts, which are a parameter themselves."""
-    return getattr(linear, "weight", linear)
+    return linear.matrix if isinstance(linear, ExpertMatrices) else getattr(linear, "weight", linear)
 
 
 def _norm_weight(module: Any, name: str | None, family: Family) -> Tensor | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from inflight.executor.checkpoint.expert_matrices import has_coded_experts
 from inflight.executor.checkpoint.quantized_weight import (
     PIECE_NUMBERS,
     Coded,
@@ -41,8 +42,8 @@ class QuantizedLinear(nn.Module):
 
 
 def is_quantized(network: nn.Module) -> bool:
-    """Returns whether a layer has a quantized weight."""
-    return any(isinstance(module, QuantizedLinear) for module in network.modules())
+    """Returns whether a layer has a quantized weight, or experts with such."""
+    return any(isinstance(module, QuantizedLinear) for module in network.modules()) or has_coded_experts(network)
 
 
 def has_whole_numbers(network: nn.Module) -> bool:

@@ -6,6 +6,7 @@ form without a change of its numbers is not read into it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -168,6 +169,37 @@ def dense_matrix(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     for start in range(0, matrix.shape[0], num_rows):
         dense[start : start + num_rows] = matrix.rows(start, start + num_rows).dequantized()
     return dense
+
+
+def stacked(parts: Sequence[Coded]) -> Coded:
+    """Returns matrices one below the other, without the orders of their columns.
+
+    Raises:
+        ValueError: they differ in a field, which is named with both values.
+    """
+    if any(isinstance(part, FloatWeight) and part.shape[0] % part.row_block for part in parts):
+        # A block of scales may not have rows of two matrices.
+        parts = [part.rows(0, part.shape[0]) for part in parts]
+    first = parts[0]
+    for part in parts[1:]:
+        for (name, expected), found in zip(_form(first).items(), _form(part).values(), strict=True):
+            if found != expected:
+                raise ValueError(f"{name} is {found} instead of {expected}")
+    codes, scale = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scale"))
+    if isinstance(first, QuantizedWeight):
+        offset = torch.cat([part.offset for part in parts if isinstance(part, QuantizedWeight)])
+        return replace(first, codes=codes, scale=scale, offset=offset, column_order=None)
+    factors = [part.factor for part in parts if isinstance(part, FloatWeight) and part.factor is not None]
+    return replace(first, codes=codes, scale=scale, factor=torch.cat(factors) if factors else None)
+
+
+def _form(weight: Coded) -> dict[str, object]:
+    """Returns what matrices must have in common to be one."""
+    form: dict[str, object] = {"kind": type(weight).__name__, "bits": weight.bits, "group_size": weight.group_size}
+    if isinstance(weight, FloatWeight):
+        scale = str(weight.scale.dtype).removeprefix("torch.")
+        form |= {"row_block": weight.row_block, "scale": scale, "has_factor": weight.factor is not None}
+    return form | {"num_columns": weight.shape[1]}
 
 
 def pack_halves(codes: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ same bits as with one rank.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
@@ -103,6 +103,15 @@ class Shard:
         """Returns the rank's columns of what every expert yields, `[experts, columns, inner]`."""
         return weight[:, self.columns(shape.hidden_size)]
 
+    def experts_gate_up_bias(self, bias: Tensor) -> Tensor:
+        """Returns the biases of those columns, `[experts, 2 * columns]`."""
+        return self.experts_gate_up(bias[..., None]).squeeze(-1)
+
+    def sinks(self, shape: DecoderShape, sinks: Tensor) -> Tensor:
+        """Returns the scores of the rank's heads."""
+        num_heads = shape.num_heads // self.num_ranks
+        return sinks[self.rank * num_heads : (self.rank + 1) * num_heads]
+
     def hidden(self, shape: DecoderShape, weight: Matrix) -> Matrix:
         """Returns the rank's columns of a matrix that is added to the residual stream."""
         return _rows(weight, self.columns(shape.hidden_size))
@@ -151,6 +160,9 @@ def divide(weights: DecoderWeights, shard: Shard, device: torch.device) -> Decod
     def vector(part: Tensor | None) -> Tensor | None:
         return None if part is None else place(part)
 
+    def part_of(part: Tensor | None, cut: Callable[[Tensor], Tensor]) -> Tensor | None:
+        return None if part is None else place(cut(part))
+
     def joined_gate_up(parts: tuple[Matrix, ...]) -> tuple[Tensor]:
         return (torch.cat([place(part) for part in shard.gate_up(parts)]),)
 
@@ -184,6 +196,10 @@ def divide(weights: DecoderWeights, shard: Shard, device: torch.device) -> Decod
             shared_gate_up_parts=() if shared is None else joined_gate_up(layer.shared_gate_up_parts),
             shared_down=None if shared is None else place(shard.hidden(shape, shared)),
             shared_gate=vector(layer.shared_gate),
+            router_bias=vector(layer.router_bias),
+            gate_up_bias=part_of(layer.gate_up_bias, shard.experts_gate_up_bias),
+            down_bias=part_of(layer.down_bias, lambda bias: bias[:, shard.columns(shape.hidden_size)]),
+            sinks=part_of(layer.sinks, lambda sinks: shard.sinks(shape, sinks)),
         )
 
     shape = weights.shape

@@ -22,7 +22,7 @@ from torch import Tensor
 from inflight.common.machine import return_free_memory
 from inflight.executor.adapters.weights import AdapterMatrix, AdapterWeights
 from inflight.executor.attention.backend import LayerKv
-from inflight.executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, DecoderWeights, Routing
+from inflight.executor.checkpoint.decoder_weights import CLAMPED, GELU_TANH, DecoderShape, DecoderWeights, Routing
 from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, dense_matrix
 from inflight.executor.checkpoint.shards import WHOLE, Shard
 from inflight.executor.cpu.coded_weights import CodedWeight, encode, is_supported
@@ -104,6 +104,10 @@ def unsupported_reason(shape: DecoderShape) -> str | None:
         return "it has a shared expert"
     if shape.routing != Routing():
         return "its router is not a softmax alone"
+    if shape.activation == CLAMPED:
+        return "its experts have clamped gates and biases"
+    if shape.has_sinks:
+        return "it has attention sinks"
     return None
 
 

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.executor.checkpoint.decoder_weights import GELU_TANH, DecoderShape, LayerWeights
-from inflight.executor.experts.products import DenseProduct, GroupedProduct, Tiles
+from inflight.executor.checkpoint.decoder_weights import DecoderShape, LayerWeights
+from inflight.executor.checkpoint.quantized_weight import Matrix
+from inflight.executor.experts.products import Gating, GroupedProduct, Tiles
 from inflight.executor.experts.tiling import expert_tiling
 from inflight.executor.kernels.experts import add_experts_kernel
 from inflight.executor.kernels.routing import choose_experts_kernel, order_pairs_kernel, score_experts_kernel
 from inflight.executor.kernels.tiling import power_of_two
+from inflight.executor.products.coded import CodedMatrix, coded_matrix
 
 # Rows and scores of a tile: the least of a matrix instruction, so that few rows occupy more of the GPU.
 SCORE_TILE = 16
@@ -43,27 +45,31 @@ class Choice:
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertLayer:
     """The weights of a layer's experts. `router` is `[num_experts, hidden]`, with one row more if a shared expert has a
-    gate. `correction` `[num_experts]` is float32."""
+    gate, and `router_bias` has as many numbers. `correction` `[num_experts]` is float32."""
 
     shape: DecoderShape
     router: Tensor
     correction: Tensor | None
     gate_up: GroupedProduct
     down: GroupedProduct
+    router_bias: Tensor | None = None
 
     @classmethod
     def of(cls, shape: DecoderShape, layer: LayerWeights) -> ExpertLayer:
         """Takes over the weights of a layer with experts."""
-        (gate_up,), down, router = layer.gate_up_parts, layer.down, layer.router
-        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor) and router is not None
+        (gate_up,), down, router, bias = layer.gate_up_parts, layer.down, layer.router, layer.router_bias
+        assert router is not None
         if layer.shared_gate is not None:
             router = torch.cat((router, layer.shared_gate.to(router.dtype)))
+            bias = None if bias is None else torch.cat((bias, bias.new_zeros(1)))
+        count, gating = shape.num_experts, Gating.of(shape)
         return cls(
             shape=shape,
             router=router,
             correction=None if layer.router_correction is None else layer.router_correction.float(),
-            gate_up=DenseProduct(gate_up.contiguous(), True, shape.activation == GELU_TANH),
-            down=DenseProduct(down.contiguous()),
+            gate_up=GroupedProduct(_form(gate_up), count, gating, layer.gate_up_bias, layer.gate_up_order),
+            down=GroupedProduct(_form(down), count, None, layer.down_bias, layer.down_order),
+            router_bias=bias,
         )
 
     def compute(self, hidden: Tensor, shared: Tensor | None, whole: Callable[[Tensor], Tensor]) -> Tensor:
@@ -80,7 +86,17 @@ class ExpertLayer:
         num_rows, num_scores, num_chosen = hidden.shape[0], self.router.shape[0], shape.num_experts_per_token
         scores = torch.empty((num_rows, num_scores), dtype=torch.float32, device=hidden.device)
         score_experts_kernel[(-(-num_rows // SCORE_TILE), -(-num_scores // SCORE_TILE))](
-            *(hidden, self.router, scores, num_rows, hidden.stride(0), hidden.shape[1], num_scores),
+            *(
+                hidden,
+                self.router,
+                self.router if self.router_bias is None else self.router_bias,
+                scores,
+                num_rows,
+                hidden.stride(0),
+                hidden.shape[1],
+                num_scores,
+            ),
+            HAS_BIAS=self.router_bias is not None,
             TILE_ROWS=SCORE_TILE,
             TILE_SCORES=SCORE_TILE,
             TILE_SIZE=SCORE_BYTES // self.router.element_size(),
@@ -137,3 +153,8 @@ class ExpertLayer:
             TILE=ADD_TILE,
         )
         return outputs
+
+
+def _form(matrix: Matrix) -> Tensor | CodedMatrix:
+    """Returns the matrices of all experts as products read them."""
+    return matrix.contiguous() if isinstance(matrix, Tensor) else coded_matrix(matrix)

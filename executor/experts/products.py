@@ -1,19 +1,30 @@
-"""Products of the pairs of a step with the matrices of their experts.
+"""Products of the pairs of a step with the matrices of their experts, dense or of codes as a checkpoint has them.
 
-`GroupedProduct` is the seam for formats of weights: a format is a class here that has the matrices of all experts, and
-the way in which `grouped_kernel` reads a tile of them.
+Formats of codes are those of `products.coded`, whose decoder `grouped_kernel` calls.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from inflight.executor.checkpoint.decoder_weights import CLAMPED, GELU_TANH, DecoderShape
 from inflight.executor.experts.tiling import ExpertTiling
 from inflight.executor.kernels.experts import grouped_kernel
+from inflight.executor.products.coded import CodedMatrix
+
+# The constants of matrices that are not of codes.
+DENSE: dict[str, Any] = {
+    "KIND": None,
+    "SCALE_KIND": None,
+    "BESIDE": None,
+    "HAS_FACTORS": False,
+    "GROUP": 1,
+    "ROW_BLOCK": 1,
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,49 +38,76 @@ class Tiles:
     pairs: Tensor
 
 
-class GroupedProduct(Protocol):
-    """One of the two matrices of every expert, in some format."""
+@dataclass(frozen=True, slots=True)
+class Gating:
+    """The activation of gates, and what they gate: see `DecoderShape`. Without `limit` it is SiLU or, with `has_gelu`,
+    GELU approximated by tanh."""
+
+    has_gelu: bool = False
+    factor: float = 1.0
+    limit: float | None = None
+
+    @classmethod
+    def of(cls, shape: DecoderShape) -> Gating:
+        """Returns the activation of a model."""
+        if shape.activation == CLAMPED:
+            return cls(factor=shape.gate_factor, limit=shape.gate_limit)
+        return cls(shape.activation == GELU_TANH)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedProduct:
+    """One of the two matrices of every expert: `matrix` `[experts, outputs, size]` in the dtype of the activations, or
+    of codes `[experts * outputs, size]`, whose columns have the `order` of `ExpertMatrices`. With `gating` the first
+    half of the outputs are gates of the second. `bias` is `[experts, outputs]`."""
+
+    matrix: Tensor | CodedMatrix
+    num_experts: int
+    gating: Gating | None = None
+    bias: Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def num_outputs(self) -> int:
         """Columns that this rank computes; of gates and what they gate one half."""
-        ...
+        return self._num_rows // self.num_experts // (1 if self.gating is None else 2)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the matrices."""
+        return self.matrix.nbytes if isinstance(self.matrix, Tensor) else self.matrix.num_bytes
 
     def multiply(self, inputs: Tensor, tiles: Tiles, weights: Tensor | None = None) -> Tensor:
-        """Multiplies the row of each pair by the matrix of its expert, and returns `[pairs, num_outputs]`: the products
-        times the `weights` `[pairs]` in float32, or without weights activation(gate) * up of the products.
+        """Multiplies the row of each pair by the matrix of its expert, adds the bias, and returns `[pairs,
+        num_outputs]`: the products times the `weights` `[pairs]` in float32, or without weights activation(gate) * up
+        of the products.
 
         `inputs` `[rows, size]` have a row for every pair, or for every token, of which a pair `p` reads
         `p // (pairs of a token)`.
         """
-        ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DenseProduct:
-    """Matrices `[experts, outputs, size]` in the dtype of the activations. With `has_gate` the first half of the
-    outputs are gates of the second."""
-
-    matrices: Tensor
-    has_gate: bool = False
-    has_gelu: bool = False
-
-    @property
-    def num_outputs(self) -> int:
-        return self.matrices.shape[1] // (2 if self.has_gate else 1)
-
-    def multiply(self, inputs: Tensor, tiles: Tiles, weights: Tensor | None = None) -> Tensor:
-        assert self.has_gate == (weights is None)
-        tiling, num_outputs = tiles.tiling, self.num_outputs
+        gating, tiling, num_outputs = self.gating, tiles.tiling, self.num_outputs
+        assert (gating is None) == (weights is not None)
         outputs = torch.empty((tiles.num_pairs, num_outputs), dtype=inputs.dtype, device=inputs.device)
-        tile_outputs = tiling.columns // (2 if self.has_gate else 1)
+        tile_outputs = tiling.columns // (1 if gating is None else 2)
+        tensors, num_scales, constants = self._form()
         grouped_kernel[(tiles.experts.shape[0], -(-num_outputs // tile_outputs))](
-            *(inputs, self.matrices, tiles.pairs, tiles.experts, outputs if weights is None else weights, outputs),
-            *(inputs.stride(0), inputs.shape[1], num_outputs),
+            *(
+                inputs,
+                *tensors,
+                inputs if self.order is None else self.order,
+                inputs if self.bias is None else self.bias,
+            ),
+            *(tiles.pairs, tiles.experts, outputs if weights is None else weights, outputs),
+            *(inputs.stride(0), inputs.shape[1], num_outputs, self._num_rows, num_scales),
+            **constants,
+            HAS_ORDER=self.order is not None,
+            HAS_BIAS=self.bias is not None,
             PAIRS_PER_ROW=tiles.num_pairs // inputs.shape[0],
             BY_PAIR=tiling.by_pair,
-            HAS_GATE=self.has_gate,
-            HAS_GELU=self.has_gelu,
+            HAS_GATE=gating is not None,
+            HAS_GELU=gating is not None and gating.has_gelu,
+            GATE_FACTOR=1.0 if gating is None else gating.factor,
+            GATE_LIMIT=None if gating is None else gating.limit,
             TILE_ROWS=tiling.rows,
             TILE_OUTPUTS=tile_outputs,
             TILE_SIZE=tiling.depth,
@@ -77,3 +115,15 @@ class DenseProduct:
             num_stages=tiling.num_stages,
         )
         return outputs
+
+    @property
+    def _num_rows(self) -> int:
+        """Rows of the matrices of all experts."""
+        matrix = self.matrix
+        return matrix.shape[0] * matrix.shape[1] if isinstance(matrix, Tensor) else matrix.shape[0]
+
+    def _form(self) -> tuple[tuple[Tensor, ...], int, dict[str, Any]]:
+        """Returns the kernel's arguments for the matrices: tensors, rows of scales, and constants."""
+        if isinstance(self.matrix, Tensor):
+            return (self.matrix,) * 4, 0, DENSE
+        return self.matrix.tensors, self.matrix.scales.shape[1], self.matrix.constants

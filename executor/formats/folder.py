@@ -6,8 +6,9 @@ package for each format and keep the weights in the form of its kernels.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,16 +18,18 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from inflight.common.model_source import ModelError, read_json
+from inflight.executor.checkpoint.expert_matrices import ExpertMatrices, expert_modules
 from inflight.executor.checkpoint.files import weight_files
 from inflight.executor.checkpoint.quantized_weight import Matrix
 from inflight.executor.formats.auto_round import read_auto_round
 from inflight.executor.formats.awq import read_awq
 from inflight.executor.formats.compressed_tensors import read_compressed_tensors
+from inflight.executor.formats.experts import ExpertTensors, read_mxfp4
 from inflight.executor.formats.fp8 import read_fp8
 from inflight.executor.formats.gptq import read_gptq
 from inflight.executor.formats.layer_tensors import LayerTensors
 from inflight.executor.formats.modelopt import read_modelopt
-from inflight.executor.formats.network import empty_network, end_weights, fill, linear_layers, placed
+from inflight.executor.formats.network import empty_network, fill, linear_layers, placed
 
 # Buffers that older checkpoints contain and that follow from the configuration.
 IGNORED_SUFFIXES = (
@@ -63,7 +66,10 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "gptq": read_gptq,
     "modelopt": read_modelopt,
     "modelopt_fp4": read_modelopt,
+    "mxfp4": read_mxfp4,
 }
+# Names of modules in the files of older architectures, and those of transformers (Mixtral, MiniMax-M2).
+RENAMED_MODULES = ((".block_sparse_moe.", ".mlp."),)
 
 
 def quantization_of(folder: Path) -> Mapping[str, Any] | None:
@@ -104,27 +110,39 @@ def load_folder(
     for path in (folder / name for name in weight_files(folder)):
         with safe_open(path, framework="pt") as file:
             file_of |= dict.fromkeys(file.keys(), path)
-    fill(network, placed(_weights(network, form, file_of), dtype, device, end_weights(network)))
+    fill(network, placed(_weights(network, form, file_of), device))
     return network
 
 
-def _weights(network: PreTrainedModel, form: Format, file_of: Mapping[str, Path]) -> Iterator[tuple[str, Matrix]]:
+def _weights(
+    network: PreTrainedModel, form: Format, file_of: Mapping[str, Path]
+) -> Iterator[tuple[str, Matrix | ExpertMatrices]]:
     """Yields the parameters of the network by name."""
     leaves: defaultdict[str, list[str]] = defaultdict(list)
-    for name in file_of:
-        if not name.endswith((*IGNORED_SUFFIXES, *KV_SCALES)):
-            layer, _, leaf = name.rpartition(".")
-            leaves[layer].append(leaf)
+    stored_name: dict[str, str] = {}
+    for stored in _used_names(network, file_of):
+        name = _renamed(network, stored)
+        stored_name[name] = stored
+        layer, _, leaf = name.rpartition(".")
+        leaves[layer].append(leaf)
 
     def tensor(layer: str, leaf: str) -> Tensor:
         # Opened for each tensor and copied, because what was read of an open file stays in the memory of the process.
-        name = f"{layer}.{leaf}"
+        name = stored_name[f"{layer}.{leaf}"]
         with safe_open(file_of[name], framework="pt") as file:
             loaded: Tensor = file.get_tensor(name).clone()
         return loaded
 
     linears = linear_layers(network)
     num_quantized = 0
+    for name, module in expert_modules(network).items():
+        experts = ExpertTensors.of(name, module, leaves)
+        if experts is not None:
+            for parameter, matrices in experts.read(form, tensor):
+                num_quantized += isinstance(matrices, ExpertMatrices)
+                yield parameter, matrices
+            for layer, taken in experts.taken().items():
+                leaves[layer] = [leaf for leaf in leaves[layer] if leaf not in taken]
     for layer, names in leaves.items():
         if layer not in linears or not any(marker in names for marker in form.markers):
             for leaf in names:
@@ -138,3 +156,29 @@ def _weights(network: PreTrainedModel, form: Format, file_of: Mapping[str, Path]
         yield f"{layer}.weight", form.read(LayerTensors(layer, tensors, linear.out_features, linear.in_features))
     if not num_quantized:
         raise ModelError(f"no layer of the model is quantized: none has a tensor {' or '.join(form.markers)}")
+
+
+def _used_names(network: PreTrainedModel, names: Iterable[str]) -> Iterator[str]:
+    """Yields the names of tensors that the model has a place for, or should have."""
+    # Such as those of layers that predict more than the next token (GLM-4.5).
+    unused = [re.compile(pattern) for pattern in getattr(network, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    for name in names:
+        if not name.endswith((*IGNORED_SUFFIXES, *KV_SCALES)) and not any(key.search(name) for key in unused):
+            yield name
+
+
+def _renamed(network: PreTrainedModel, name: str) -> str:
+    """Returns the name of a tensor as transformers has its module now."""
+    for before, now in RENAMED_MODULES:
+        module, found, rest = name.partition(before)
+        if found and not _has_module(network, module + before.removesuffix(".")):
+            return module + now + rest
+    return name
+
+
+def _has_module(network: PreTrainedModel, name: str) -> bool:
+    try:
+        network.get_submodule(name)
+    except AttributeError:
+        return False
+    return True

@@ -14,7 +14,7 @@ from inflight.common.model_source import ModelError
 from inflight.executor.checkpoint.gguf_metadata import ROPE_TENSORS
 from inflight.executor.checkpoint.quantized_weight import Matrix
 from inflight.executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
-from inflight.executor.formats.network import empty_network, end_weights, fill, placed
+from inflight.executor.formats.network import empty_network, fill, placed
 
 # Types that are not quantized, by their number in the file.
 DENSE_TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
@@ -60,7 +60,7 @@ def load_gguf(
     """Loads a file for which there is no `unsupported_reason`; see `placed`. `config` has the factors of rotary
     frequencies that are tensors of the file."""
     network = empty_network(config, dtype)
-    fill(network, placed(_weights(header, config), dtype, device, end_weights(network)))
+    fill(network, placed(_weights(header, config), device))
     return network
 
 

@@ -1,12 +1,12 @@
 """A network of transformers whose weights come from a quantized checkpoint, one after the other.
 
-It is made without weights. Matrices of linear layers that are quantized stay so (`QuantizedLinear`); everything else is
-dense in the network's dtype.
+It is made without weights. Matrices of linear layers and of experts that are quantized stay so (`QuantizedLinear`,
+`ExpertMatrices`); everything else is dense in the network's dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from inflight.common.model_source import ModelError
+from inflight.executor.checkpoint.expert_matrices import PARAMETERS, ExpertMatrices, replace_parameter
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
 from inflight.executor.checkpoint.quantized_weight import Matrix, dense_matrix
 
@@ -28,7 +29,7 @@ def empty_network(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
     return network
 
 
-def fill(network: PreTrainedModel, weights: Iterable[tuple[str, Matrix]]) -> None:
+def fill(network: PreTrainedModel, weights: Iterable[tuple[str, Matrix | ExpertMatrices]]) -> None:
     """Sets the parameters of an empty network by their names. All must be there, except a tied output layer."""
     for name, weight in weights:
         _set(network, name, weight)
@@ -42,21 +43,11 @@ def fill(network: PreTrainedModel, weights: Iterable[tuple[str, Matrix]]) -> Non
 
 
 def placed(
-    weights: Iterable[tuple[str, Matrix]], dtype: torch.dtype, device: torch.device, dense: Collection[str] = ()
-) -> Iterator[tuple[str, Matrix]]:
-    """Yields weights on a device. Quantized ones stay quantized. On a GPU those that are named in `dense` are
-    dequantized."""
+    weights: Iterable[tuple[str, Matrix | ExpertMatrices]], device: torch.device
+) -> Iterator[tuple[str, Matrix | ExpertMatrices]]:
+    """Yields weights on a device. Quantized ones stay quantized."""
     for name, weight in weights:
-        if device.type == "cpu":
-            yield name, weight
-        else:
-            yield name, dense_matrix(weight, dtype).to(device) if name in dense else weight.to(device)
-
-
-def end_weights(network: PreTrainedModel) -> frozenset[str]:
-    """Returns the names of the weights of the embedding and the output layer, which a GPU has dense."""
-    ends: tuple[Any, ...] = network.get_input_embeddings(), network.get_output_embeddings()
-    return frozenset(f"{_name_of(network, end)}.weight" for end in ends)
+        yield name, weight if device.type == "cpu" else weight.to(device)
 
 
 def linear_layers(network: nn.Module) -> dict[str, nn.Linear]:
@@ -64,7 +55,7 @@ def linear_layers(network: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in network.named_modules() if type(module) is nn.Linear}
 
 
-def _set(network: PreTrainedModel, name: str, weight: Matrix) -> None:
+def _set(network: PreTrainedModel, name: str, weight: Matrix | ExpertMatrices) -> None:
     module_name, _, leaf = name.rpartition(".")
     try:
         module = network.get_submodule(module_name)
@@ -75,6 +66,10 @@ def _set(network: PreTrainedModel, name: str, weight: Matrix) -> None:
         raise ModelError(f"the model has no parameter {name}")
     if parameter.shape != weight.shape:
         raise ModelError(f"{name} has the shape {list(weight.shape)} instead of {list(parameter.shape)}")
+    if isinstance(weight, ExpertMatrices):
+        assert leaf in PARAMETERS
+        replace_parameter(network, module, leaf, weight)
+        return
     if isinstance(weight, Tensor):
         if not weight.is_floating_point() or weight.itemsize == 1:
             raise ModelError(f"{name} is of {str(weight.dtype).removeprefix('torch.')}, and has no scales")

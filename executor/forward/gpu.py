@@ -23,8 +23,6 @@ from inflight.executor.step.batch import StepBatch
 class GpuForward(Forward):
     """`Forward` of a `GpuDecoder`, or the part of a rank in `GpuRanks`."""
 
-    has_window_pools = False
-
     def __init__(self, decoder: GpuDecoder, layout: KvLayout, flashinfer: FlashInfer | None = None) -> None:
         self.decoder, self.layout = decoder, layout
         # Its buffers are freed if the runner does not use it.
@@ -34,6 +32,11 @@ class GpuForward(Forward):
     @property
     def backend_name(self) -> str:
         return FLASHINFER if self._uses_flashinfer else self.layout.backend.name
+
+    @property
+    def has_window_pools(self) -> bool:
+        # FlashInfer's plans read one block table.
+        return self._flashinfer is None
 
     @property
     def adapters(self) -> AdapterMemory | None:

@@ -32,7 +32,8 @@ class NetworkDecoder:
 
     def __init__(self, network: PreTrainedModel, layout: KvLayout, vocabulary_size: int) -> None:
         self.vocabulary_size = vocabulary_size
-        self.head = network.get_output_embeddings().weight
+        self.device, self.dtype = layout.device, network.dtype
+        self.hidden_size = network.get_output_embeddings().in_features
         self.group = network.config.num_attention_heads // layout.layers[0].shape.num_kv_heads
         self._network, self._layout = network, layout
 
@@ -64,7 +65,7 @@ class GpuNetworkForward(TransformersForward):
 
     @property
     def has_window_pools(self) -> bool:
-        return False
+        return True
 
     def free_device_bytes(self, sizes: StepSizes) -> int | None:
         return free_beside_steps(self._decoder, self.layout, _without_graphs(sizes))

@@ -87,6 +87,7 @@ class FusedLayer:
     experts: ExpertLayer | None
     feed_forward_output_norm: Tensor | None
     scoring: Scoring
+    sinks: Tensor | None
     rotations: Tensor
 
 
@@ -120,10 +121,14 @@ class GpuDecoder:
         self.shard = shard
         self.ranks: Ranks | None = None
         self._epsilon = shape.norm_epsilon
-        self._embedding, self._head, self._final_norm = weights.embedding, _dense(weights.head), weights.final_norm
+        self._embedding, self._final_norm = weights.embedding, weights.final_norm
+        # In FP8 the output layer is dense.
+        self._head: Tensor | CodedWeight = _fused([weights.head])
         self._backend = backend
-        tables = [_rotations(rope, context_length, self._head.device) for rope in shape.ropes]
-        scorings = [Scoring(shape.attention_scale, window, shape.softcap) for window in shape.sliding_windows]
+        tables = [_rotations(rope, context_length, self.device) for rope in shape.ropes]
+        scorings = [
+            Scoring(shape.attention_scale, window, shape.softcap, shape.has_sinks) for window in shape.sliding_windows
+        ]
         rotations = [tables[rope] for rope in shape.layer_ropes]
         fuse: Callable[[Sequence[Matrix]], Weight] = _round if has_fp8_weights else _fused
         self._layers = tuple(
@@ -133,8 +138,23 @@ class GpuDecoder:
         self._adapters: AdapterSlots | None = None
 
     @property
-    def head(self) -> Tensor:
-        """`[vocabulary, hidden]`, in the dtype of the logits; of a shard only its tokens."""
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self._embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of activations and logits."""
+        return self._embedding.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a state."""
+        return self.shape.hidden_size
+
+    @property
+    def head(self) -> Tensor | CodedWeight:
+        """`[vocabulary, hidden]`; of a shard only its tokens."""
         return self._head
 
     @property
@@ -165,11 +185,11 @@ class GpuDecoder:
 
     def adapter_slot_bytes(self, max_rank: int) -> int:
         """Returns the memory of a slot for adapters of ranks up to `max_rank`."""
-        return slot_bytes(self.shape, max_rank, self._head.dtype)
+        return slot_bytes(self.shape, max_rank, self.dtype)
 
     def reserve_adapters(self, num_slots: int, max_rank: int) -> None:
         """Makes the adapter slots, once and before the first step."""
-        self._adapters = AdapterSlots(self.shape, num_slots, max_rank, self._head.dtype, self._head.device)
+        self._adapters = AdapterSlots(self.shape, num_slots, max_rank, self.dtype, self.device)
 
     def load_adapter(self, slot: int, weights: AdapterWeights) -> None:
         """See `AdapterSlots.load`."""
@@ -213,7 +233,11 @@ class GpuDecoder:
     def logits(self, states: Tensor, logits: Tensor | None = None) -> Tensor:
         """Returns the logits of states. With `logits` a rank writes its own there, and leaves the others."""
         own = None if logits is None else logits[:, self.own_ids]
-        own = self._scaled(torch.mm(states, self._head.t(), out=own))
+        if isinstance(self._head, Tensor):
+            own = torch.mm(states, self._head.t(), out=own)
+        else:
+            own = self._head.product(states, own)
+        own = self._scaled(own)
         return self._whole(own, self.shape.vocabulary_size) if logits is None else logits
 
     def gather_logits(self, logits: Tensor) -> None:
@@ -226,14 +250,16 @@ class GpuDecoder:
     ) -> tuple[Tensor, Projected]:
         """Returns the residual stream `[T, hidden]` and what is to be added to it."""
         if groups is None and batch.adapter_slots is not None:
-            groups = RowGroups.of(batch, self.num_adapter_slots, self._head.device)
+            groups = RowGroups.of(batch, self.num_adapter_slots, self.device)
         shape = self.shape
         hidden = self._whole(functional.embedding(batch.token_ids, self._embedding), shape.hidden_size)
         if shape.embedding_scale != 1.0:
             hidden *= shape.embedding_scale
         delta: Projected | None = None
-        for index, layer_kv in zip(range(len(self._layers)), kv, strict=True):
-            delta = self._compute_layer(index, hidden, delta, batch, layer_kv, groups, attention)
+        windows = batch.for_windows
+        for index, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
+            of_layer = batch if layer.scoring.sliding_window is None else windows
+            delta = self._compute_layer(index, hidden, delta, of_layer, layer_kv, groups, attention)
         assert delta is not None
         return hidden, delta
 
@@ -349,7 +375,7 @@ class GpuDecoder:
                 part.copy_(residual_norm(part.contiguous(), None, norm, self._epsilon))
             norms = None
         queries = rope_write(qkv, norms, positions, slots, layer.rotations, kv, self._epsilon)
-        return attention.attend(queries, kv, batch, layer.scoring).flatten(1)
+        return attention.attend(queries, kv, batch, layer.scoring, layer.sinks).flatten(1)
 
 
 def _rotations(rope: Rope, context_length: int, device: torch.device) -> Tensor:
@@ -382,6 +408,7 @@ def _fuse(
         experts=ExpertLayer.of(shape, layer) if has_experts else None,
         feed_forward_output_norm=layer.feed_forward_output_norm,
         scoring=scoring,
+        sinks=None if layer.sinks is None else layer.sinks.float(),
         rotations=rotations,
     )
 

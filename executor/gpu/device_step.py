@@ -33,8 +33,18 @@ class StepDecoder(Protocol):
     ranks: Ranks | None
 
     @property
-    def head(self) -> Tensor:
-        """The output layer `[vocabulary, hidden]`, on the device and in the dtype of the logits."""
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of states and logits."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a state, which the output layer reads."""
         ...
 
     @property
@@ -82,8 +92,8 @@ class DeviceStep:
         self.kv = kv
         self.block_size = block_size
         self.num_adapters = decoder.num_adapter_slots
-        self.logits = _empty_rows(max_num_logits, decoder.vocabulary_size, decoder.head)
-        self._states = _empty_rows(max_num_states, decoder.head.shape[1], decoder.head)
+        self.logits = _empty_rows(max_num_logits, decoder.vocabulary_size, decoder)
+        self._states = _empty_rows(max_num_states, decoder.hidden_size, decoder)
         self._decoder = decoder
         # Whether there may be logits of other ranks.
         self._has_others = True
@@ -237,6 +247,6 @@ class GraphedStep:
             self._step.compute(form.layout, form.num_decodes)
 
 
-def _empty_rows(num_rows: int, size: int, like: Tensor) -> Tensor:
-    """Returns rows that are not initialised, of the type and on the device of `like`."""
-    return torch.empty((num_rows, size), dtype=like.dtype, device=like.device)
+def _empty_rows(num_rows: int, size: int, decoder: StepDecoder) -> Tensor:
+    """Returns rows that are not initialised, of the type and on the device of a decoder."""
+    return torch.empty((num_rows, size), dtype=decoder.dtype, device=decoder.device)

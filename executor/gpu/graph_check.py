@@ -89,14 +89,15 @@ class TrialRows:
         sequence.block_table = list(range(1, 1 + -(-num_tokens // block_size)))
         return cls([sequence])
 
-    def entries(self, max_blocks: int) -> TableEntries:
-        """Returns the block tables, in the rows of the first seats."""
+    def entries(self, max_blocks: int, first_rows: Sequence[int] = (0,)) -> TableEntries:
+        """Returns the block tables, in the rows of the first seats, counted from each of `first_rows`."""
         places = [
-            seat * max_blocks + index
+            (first_row + seat) * max_blocks + index
+            for first_row in first_rows
             for seat, sequence in enumerate(self.sequences)
             for index in range(len(sequence.block_table))
         ]
-        blocks = [block for sequence in self.sequences for block in sequence.block_table]
+        blocks = [block for _ in first_rows for sequence in self.sequences for block in sequence.block_table]
         return TableEntries(np.array(places, np.int64), np.array(blocks, np.int64))
 
     def prefills(self, max_tokens: int) -> Iterator[Trial]:
@@ -147,7 +148,7 @@ class TrialSteps:
     def __init__(self, step: DeviceStep, rows: TrialRows) -> None:
         self.rows = rows
         self._step = step
-        self._entries = rows.entries(step.buffers.max_blocks)
+        self._entries = rows.entries(step.buffers.max_blocks, step.buffers.first_table_rows)
 
     def prefill(self, max_tokens: int) -> None:
         """Computes the KV of all tokens except the last of each sequence."""
@@ -230,7 +231,7 @@ class AttentionCheck:
     def __init__(self, step: DeviceStep, limits: SchedulerLimits) -> None:
         self._step, self._max_tokens = step, limits.max_num_tokens
         self._mixed = TrialSteps(step, _mixed_rows(step, limits, min(MIXED_ROWS, limits.max_num_sequences)))
-        num_tokens = min(limits.context_length, (step.kv[0].num_blocks - 1) * step.block_size)
+        num_tokens = min(limits.context_length, _num_blocks(step) * step.block_size)
         num_tokens = min(num_tokens, MAX_CHUNKS * self._max_tokens)
         self._long = TrialSteps(step, TrialRows.of_one(num_tokens, step.block_size, step.logits.shape[1]))
 
@@ -285,8 +286,13 @@ class AttentionCheck:
 
 
 def _mixed_rows(step: DeviceStep, limits: SchedulerLimits, most: int) -> TrialRows:
-    sizes = (step.kv[0].num_blocks - 1, step.block_size, limits.context_length, step.logits.shape[1])
+    sizes = (_num_blocks(step), step.block_size, limits.context_length, step.logits.shape[1])
     return TrialRows.of(most, *sizes)
+
+
+def _num_blocks(step: DeviceStep) -> int:
+    """Returns the blocks that every layer has."""
+    return min(kv.num_blocks for kv in step.kv) - 1
 
 
 def _time_s(device: torch.device, compute: Callable[[], None]) -> float:

@@ -99,11 +99,12 @@ class GpuRunner:
         it is given; without it a CPU has no graphs. `prepare` decides whether `flashinfer` is used. `followers` are
         those of the leader of several ranks."""
         num_seats, max_blocks = limits.num_seat_rows, -(-limits.context_length // block_size)
-        self._device = decoder.head.device
+        self._device = decoder.device
         self._limits = limits
         self._vocabulary_size = decoder.vocabulary_size
         self._inputs = StepInputs(limits, block_size, self._vocabulary_size)
-        self._follower = TableFollower(num_seats, max_blocks)
+        has_windows = limits.kv_window is not None
+        self._follower = TableFollower(num_seats, max_blocks, first_window_row=num_seats + 1 if has_windows else None)
         most_logits = limits.max_num_yields
         if capture_graphs is None and self._device.type == "cuda":
             capture_graphs = capture
@@ -116,7 +117,7 @@ class GpuRunner:
             MAX_PROMPT_LOGPROB_ROWS,
             decoder.num_adapter_slots,
         )
-        buffers = StepBuffers(self._device, most, num_seats, max_blocks)
+        buffers = StepBuffers(self._device, most, num_seats, max_blocks, has_windows=has_windows)
         self._buffers = buffers
         self._step = DeviceStep(decoder, kv, buffers, block_size, most_logits + MAX_PROMPT_LOGPROB_ROWS, most_states)
         self._graphed = GraphedStep(

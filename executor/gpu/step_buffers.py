@@ -2,6 +2,7 @@
 
 What changes from step to step is sent in one copy: the words of `StepLayout`, and behind them the new entries of the
 block tables. The tables are kept on the device, a row for each seat and a spare row that contains only the spare block.
+Layers with a sliding window may have a pool of their own; their tables are as many rows behind these.
 The host uses a ring of buffers; a buffer is written again only when its copy has ended.
 """
 
@@ -57,12 +58,16 @@ class HostRing:
 class StepBuffers:
     """Inputs, block tables and sampled ids on the device. `sampled_ids` are those of the newest step."""
 
-    def __init__(self, device: torch.device, most: StepLayout, num_tables: int, max_blocks: int) -> None:
+    def __init__(
+        self, device: torch.device, most: StepLayout, num_tables: int, max_blocks: int, *, has_windows: bool = False
+    ) -> None:
         num_words = most.num_words + 2 * MAX_ENTRIES
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._ring = HostRing(num_words, device)
         self.spare_table_row = num_tables
-        self._tables = torch.zeros((num_tables + 1, max_blocks), dtype=torch.int32, device=device)
+        num_groups = 2 if has_windows else 1
+        self._tables = torch.zeros((num_groups * (num_tables + 1), max_blocks), dtype=torch.int32, device=device)
+        self._has_windows = has_windows
         self.sampled_ids = torch.zeros(most.num_logits, dtype=torch.int32, device=device)
 
     def upload(
@@ -87,6 +92,11 @@ class StepBuffers:
         self._copy(len(received), first, count)
 
     @property
+    def first_table_rows(self) -> tuple[int, ...]:
+        """The first rows of the tables of each pool."""
+        return (0, self.spare_table_row + 1) if self._has_windows else (0,)
+
+    @property
     def max_blocks(self) -> int:
         """Entries of a block table."""
         return self._tables.shape[1]
@@ -94,14 +104,14 @@ class StepBuffers:
     def batch(self, layout: StepLayout, num_decodes: int, block_size: int) -> StepBatch:
         """Returns the inputs as the kernels take them."""
         of = self._field
-        nothing = self._words[:0]
+        nothing, num_tables = self._words[:0], self.spare_table_row + 1
         return StepBatch(
             token_ids=of(layout, "token_ids"),
             positions=of(layout, "positions"),
             slot_mapping=of(layout, "slot_mapping"),
             query_starts=of(layout, "query_starts"),
             context_lengths=of(layout, "context_lengths"),
-            block_tables=self._tables,
+            block_tables=self._tables[:num_tables],
             table_rows=of(layout, "table_rows"),
             logit_rows=of(layout, "logit_rows"),
             carried_rows=nothing,
@@ -109,6 +119,8 @@ class StepBuffers:
             num_decodes=num_decodes,
             block_size=block_size,
             target_ids=of(layout, "target_ids"),
+            window_tables=self._tables[num_tables:] if self._has_windows else None,
+            window_slots=of(layout, "window_slots") if self._has_windows else None,
             is_padded=layout.is_padded,
         )
 

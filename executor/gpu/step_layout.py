@@ -3,7 +3,7 @@
 With T tokens, S sequences, R rows that sample and Q positions that score a prompt, each field starts at a multiple of
 16 bytes:
 
-    token_ids, positions, slot_mapping [T]
+    token_ids, positions, slot_mapping, window_slots [T]
     adapter_rows [16 N] and adapter_slots [N], the N tiles of rows by adapter; none without adapter slots
     query_starts [S + 1], context_lengths, table_rows, is_carried, carried_from [S]
     logit_rows [R + Q]
@@ -70,7 +70,7 @@ class StepLayout:
         tokens, sequences, logits = self.num_tokens, self.num_sequences, self.num_logits
         tiles = num_tiles(tokens, self.num_adapters) if self.num_adapters else 0
         sizes = (
-            *((name, tokens) for name in ("token_ids", "positions", "slot_mapping")),
+            *((name, tokens) for name in ("token_ids", "positions", "slot_mapping", "window_slots")),
             ("adapter_rows", tiles * TILE_ROWS),
             ("adapter_slots", tiles),
             ("query_starts", sequences + 1),
@@ -117,6 +117,12 @@ def _fill_tokens(views: dict[str, Words], batch: StepBatch) -> None:
     for name in ("token_ids", "positions", "slot_mapping"):
         views[name][: batch.num_tokens] = getattr(batch, name).numpy()
         views[name][batch.num_tokens :] = 0
+    # Read only if layers with a sliding window have a pool of their own.
+    if batch.window_slots is not None:
+        views["window_slots"][: batch.num_tokens] = batch.window_slots.numpy()
+        views["window_slots"][batch.num_tokens :] = 0
+    else:
+        views["window_slots"][:] = views["slot_mapping"]
 
 
 def _fill_sequences(views: dict[str, Words], batch: StepBatch, spare_table_row: int, padding_tokens: int) -> None:

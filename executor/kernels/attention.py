@@ -2,7 +2,8 @@
 
 KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]` for keys and for values. FP8 keys and values have scales
 `[num_blocks, num_kv_heads, block_size]` in float32. They become the queries' dtype, which represents e4m3 exactly;
-scales multiply scores and weights in float32. Without FP8 the pointers of scales are unused.
+scales multiply scores and weights in float32. Without FP8 the pointers of scales are unused. With `HAS_SINKS` the
+softmax of each head has one more score, `sinks[heads]`, which belongs to no key.
 
 A program computes a tile of query rows of one sequence and one KV head. Rows are packed: the `GROUP` query heads that
 share the KV head are adjacent, so a decode fills a matrix instruction's 16 rows as far as it can.
@@ -33,7 +34,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # Numbers that differ from step to step are not specialised, because each kind would be compiled at its first use.
 @triton.jit(do_not_specialize=["first_sequence", "num_sequences"])
 def attend_kernel(
-    queries, keys, values, key_scales, value_scales, outputs,
+    queries, keys, values, key_scales, value_scales, sinks, outputs,
     partials,  # [tokens, heads, NUM_SPLITS, HEAD_DIM] float32; unused with one split
     log_weights,  # [tokens, heads, NUM_SPLITS] float32; unused with one split
     query_starts, context_lengths, block_tables, table_rows,
@@ -42,7 +43,8 @@ def attend_kernel(
     first_sequence, num_sequences, scale, softcap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_DECODE: tl.constexpr,
-    IS_CAPPED: tl.constexpr, NUM_SPLITS: tl.constexpr, SPAN_KEYS: tl.constexpr, IS_PADDED: tl.constexpr,
+    IS_CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPAN_KEYS: tl.constexpr,
+    IS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Grid: row tiles, KV heads, splits. `IS_DECODE`: sequence i has one new token, the i-th of the batch. Only decodes
     are split."""
@@ -57,8 +59,7 @@ def attend_kernel(
     if first >= num_new:
         return
     context = tl.load(context_lengths + sequence)
-    first_position = context - num_new + first
-    num_queries = tl.minimum(num_new - first, TILE_QUERIES)
+    first_position, num_queries = context - num_new + first, tl.minimum(num_new - first, TILE_QUERIES)
     table = block_tables + tl.load(table_rows + sequence).to(tl.int64) * table_stride
 
     rows, dims = tl.arange(0, TILE_ROWS), tl.arange(0, PADDED_DIM)
@@ -79,11 +80,11 @@ def attend_kernel(
     keys, values = keys + kv_offset, values + kv_offset
     key_scales, value_scales = key_scales + kv_offset // HEAD_DIM, value_scales + kv_offset // HEAD_DIM
     positions, context_end = first_position + rows // GROUP, first_position + num_queries
+    largest, total = before_keys(sinks + heads, is_row, TILE_ROWS, HAS_SINKS and NUM_SPLITS == 1)
     result, log_weight = attend_to_share(
-        query_tile, keys, values, key_scales, value_scales,
-        table, positions, first_position, context_end, first_span, num_tiles, block_stride,
-        slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_ROWS, TILE_KEYS, WINDOW, IS_CAPPED,
-        NUM_SPLITS, SPAN_KEYS,
+        largest, total, query_tile, keys, values, key_scales, value_scales, table, positions, first_position,
+        context_end, first_span, num_tiles, block_stride, slot_stride, scale, softcap,
+        HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_ROWS, TILE_KEYS, WINDOW, IS_CAPPED, NUM_SPLITS, SPAN_KEYS,
     )  # fmt: skip
 
     if NUM_SPLITS == 1:
@@ -92,6 +93,18 @@ def attend_kernel(
     else:
         tl.store(partials + parts[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
         tl.store(log_weights + parts, log_weight, mask=is_row)
+
+
+@triton.jit
+def before_keys(sinks, is_row, TILE_ROWS: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """Returns the largest score of each row in base 2, and the sum of the weights, before it has seen a key. Sinks of
+    splits are added by `combine_kernel`."""
+    largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TILE_ROWS], tl.float32)
+    if HAS_SINKS:
+        largest = tl.load(sinks, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
+        total += 1.0
+    return largest, total
 
 
 @triton.jit
@@ -146,16 +159,15 @@ def share_of_keys(
 
 @triton.jit
 def attend_to_share(
-    query_tile, keys, values, key_scales, value_scales,
+    largest, total, query_tile, keys, values, key_scales, value_scales,
     table, positions, first_position, context_end, first_span, num_tiles,
     block_stride, slot_stride, scale, softcap,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr, NUM_SPLITS: tl.constexpr,
     SPAN_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the softmax-weighted values of a split's keys, and the base-2 logarithm of the sum of their weights."""
-    largest = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([TILE_ROWS], tl.float32)
+    """Returns the softmax-weighted values of a split's keys, and the base-2 logarithm of the sum of their weights.
+    `largest` and `total` are those of what is in the softmax besides."""
     result = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
     if NUM_SPLITS > 1:
         largest, total, result = attend_to(
@@ -295,10 +307,12 @@ def tanh(x):
 
 @triton.jit
 def combine_kernel(
-    partials, log_weights, outputs, query_starts, output_token_stride, output_head_stride,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, IS_PADDED: tl.constexpr,
+    partials, log_weights, sinks, outputs, query_starts, output_token_stride, output_head_stride,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    IS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Computes the weighted mean of the splits of one decode and head. Grid: tokens, heads."""
+    """Computes the weighted mean of the splits of one decode and head. A sink has a weight and no value. Grid: tokens,
+    heads."""
     if IS_PADDED:  # noqa: SIM102 - decided at compilation
         if not is_decode(query_starts, tl.program_id(0)):
             return
@@ -308,9 +322,16 @@ def combine_kernel(
     logs = tl.load(log_weights + first_part + splits)
     # Every token sees at least its own key, so one split has a weight. It may be NaN, which the result is then, too.
     largest = tl.max(logs, 0)
-    weights = tl.exp2(logs - tl.where(largest == float("-inf"), 0.0, largest))
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        largest = tl.maximum(largest, sink)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp2(logs - base)
+    total = tl.sum(weights, 0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - base)
     mask = (logs != float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
     parts = tl.load(partials + (first_part + splits)[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-    result = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+    result = tl.sum(parts * weights[:, None], 0) / total
     offset = token * output_token_stride + head * output_head_stride
     tl.store(outputs + offset + dims, result.to(outputs.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -104,6 +104,15 @@ def load_gate_and_up(gate_up, row, columns, size):
 
 
 @triton.jit
+def clamped(gate, up, FACTOR: tl.constexpr, LIMIT: tl.constexpr):
+    """Returns the activation `CLAMPED` of `checkpoint.decoder_weights`, in float32."""
+    # Comparisons pass NaN on.
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return gate / (1.0 + tl.exp(-FACTOR * gate)) * (up + 1.0)
+
+
+@triton.jit
 def activated(gate, up, HAS_GELU: tl.constexpr):
     """Returns activation(gate) * up, in float32."""
     exponent = gate

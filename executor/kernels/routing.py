@@ -16,8 +16,10 @@ import triton.language as tl
 def score_experts_kernel(
     hidden,  # [rows, size]
     router,  # [num_scores, size]
+    biases,  # [num_scores]; unused without HAS_BIAS
     scores,  # [rows, num_scores] float32
     num_rows, hidden_stride, size, num_scores,
+    HAS_BIAS: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_SCORES: tl.constexpr, TILE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Computes the scores of experts. Grid: tiles of rows, tiles of scores."""
@@ -33,6 +35,8 @@ def score_experts_kernel(
         values = tl.load(source + depth[None, :], mask=is_row[:, None] & is_depth[None, :], other=0.0)
         weights = tl.load(matrix + depth[:, None], mask=is_depth[:, None] & is_column[None, :], other=0.0)
         sums = tl.dot(values.to(weights.dtype), weights, sums, input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(biases + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     target = scores + rows[:, None].to(tl.int64) * num_scores + columns[None, :]
     tl.store(target, sums, mask=is_row[:, None] & is_column[None, :])
 

@@ -20,6 +20,7 @@ from inflight.executor.model.self_check import (
     CHUNK_TOKENS,
     LONG_TOKENS,
     SHORT_TOKENS,
+    TOLERANCE_OF_ROUTING,
     Expectation,
     SelfCheckError,
     sequences,
@@ -34,6 +35,11 @@ class Tolerances:
 
     layer: float
     logits: float
+
+    def with_routing(self) -> Tolerances:
+        """Returns those of a forward pass that chooses experts itself, in half precision. One layer chooses another
+        expert for few tokens."""
+        return Tolerances(self.layer + TOLERANCE_OF_ROUTING / 2, self.logits + TOLERANCE_OF_ROUTING)
 
 
 # Relative distance of a layer, the mean over tokens. Measured on SmolLM2 in bfloat16 with FP8 emulated, the largest of

@@ -27,6 +27,7 @@ from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.attention.quantized import check_backend, check_fp8_device, kv_dtypes
 from inflight.executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, register_attention
 from inflight.executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
+from inflight.executor.checkpoint.expert_matrices import expand_experts, order_experts
 from inflight.executor.checkpoint.fp8_weight import is_fp8_of_rows
 from inflight.executor.checkpoint.longrope import fix_longrope
 from inflight.executor.checkpoint.packed_linear import pack_linears
@@ -193,6 +194,8 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
         _check_fp8_weights(network)
     weights = _with_codes_of_gpu(weights) if backend.name == "triton" else _with_codes_of_cpu(weights)
     weight_dtype = weights.weight_dtype
+    if forward_name == "auto" and backend.name == "triton":
+        order_experts(network)
     decoder = read_decoder(network, weights.layers, weights.length) if forward_name == "auto" else FORWARD_IS_SET
     chosen: _Chosen | str | None = None
     if isinstance(decoder, str):
@@ -227,8 +230,10 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
 
 
 def _with_codes_of_cpu(weights: _Weights) -> _Weights:
-    """Makes whole numbers of weights in FP4; those in FP8 are expanded when they are packed. Returns the weights with
-    the type that they have then."""
+    """Expands experts, and makes whole numbers of weights in FP4; those in FP8 are expanded when they are packed.
+    Returns the weights with the type that they have then."""
+    if expand_experts(weights.network):
+        log.info("quantized experts are expanded to %s", weights.network.dtype)
     with_whole_numbers(weights.network)
     if weights.weight_dtype != "quantized" or has_whole_numbers(weights.network):
         return weights
@@ -237,15 +242,18 @@ def _with_codes_of_cpu(weights: _Weights) -> _Weights:
 
 
 def _with_codes_of_gpu(weights: _Weights) -> _Weights:
-    """Expands what a GPU has dense: the output layer, everything of several ranks, and what is rounded to FP8. Returns
-    the weights with the type that they have then."""
+    """Expands what a GPU has dense: everything of several ranks, and what is rounded to FP8. Returns the weights with
+    the type that they have then."""
     network, head, is_whole = weights.network, weights.network.get_output_embeddings(), weights.shard.num_ranks == 1
 
     def is_dense(layer: QuantizedLinear) -> bool:
-        is_rounded = weights.weight_dtype == "fp8" and not is_fp8_of_rows(layer.weight)
-        return layer is head or is_rounded or not is_whole
+        # The output layer is not multiplied in FP8.
+        is_rounded = weights.weight_dtype == "fp8" and (layer is head or not is_fp8_of_rows(layer.weight))
+        return is_rounded or not is_whole
 
     make_dense(network, network.dtype, is_dense)
+    if not is_whole:
+        expand_experts(network)
     return weights if is_whole or weights.weight_dtype != "quantized" else replace(weights, weight_dtype="dense")
 
 
@@ -362,6 +370,8 @@ def _compare(forward: Forward, expectation: Expectation, description: ModelDescr
     if expectation.states is not None and isinstance(forward, SeparatesLayers):
         has_fp8 = description.weight_dtype == "fp8" or torch.float8_e4m3fn in layout.layer_dtypes
         tolerances = OF_FP8 if has_fp8 else OF_CODES
+        if forward.routes_by_itself and layout.dtype != torch.float32:
+            tolerances = tolerances.with_routing()
         compare_layers(expectation, partial(forward.separate_layers, kv=kv), logits, tolerances)
         return
     compare(
@@ -384,6 +394,7 @@ def _with_weights_of(network: PreTrainedModel, weight_dtype: str) -> str:
     """Expands or rounds the weights as `weight_dtype` asks for. Returns the type that they have then."""
     if weight_dtype == "dense":
         make_dense(network, network.dtype)
+        expand_experts(network)
     if weight_dtype == "quantized" and not is_quantized(network):
         raise ModelError("weight_dtype quantized is for quantized checkpoints, and this one is not")
     if weight_dtype == "int4":

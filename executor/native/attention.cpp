@@ -22,6 +22,7 @@ struct AttendCall {
     void *cached_keys, *cached_values;
     const int32_t *query_starts, *context_lengths, *block_tables;
     const int32_t* table_rows;  // row i of the batch has block_tables[table_rows[i]]
+    const float* sinks;         // [num_heads], or null
     int64_t query_token_stride, query_head_stride, table_stride;
     int64_t num_sequences, num_heads, num_kv_heads, head_dim, block_size;
     int64_t sliding_window;  // 0: none
@@ -87,6 +88,7 @@ void attend_all(Pool& pool, const AttendCall& call) {
     attention.sliding_window = call.sliding_window;
     attention.scale = call.scale;
     attention.softcap = call.softcap;
+    attention.sinks = call.sinks;
 
     const auto items = attention_items(call.query_starts, call.num_sequences, call.num_heads, call.num_kv_heads,
                                        pool.num_threads());

@@ -255,6 +255,7 @@ struct Attention {
     int64_t table_stride, num_sequences, num_heads, block_size;
     int64_t sliding_window;  // 0: none
     float scale, softcap;    // softcap 0: none
+    const float* sinks;      // [num_heads]: a score of each head that belongs to no key; null: none
 };
 
 // Rows [first_row, first_row + num_rows) of a sequence for each of some KV heads; row = token * heads per KV head +
@@ -727,7 +728,9 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
         Number* output = static_cast<Number*>(call.outputs) + (first_token + token) * call.output_token_stride +
                          head * kv.head_dim;
         Number* to = dim == kv.head_dim ? output : work.query[row];
-        const float inverse = 1.0f / sum_of(work.sum[row]);
+        float total = sum_of(work.sum[row]);
+        if (call.sinks != nullptr) total += std::exp2(call.sinks[head] * LOG2_E - work.maximum[row]);
+        const float inverse = 1.0f / total;
         for (int d = 0; d < dim; d += WIDTH) Output::put(to + d, load(&work.output[row][d]) * inverse);
         if (dim != kv.head_dim) std::memcpy(output, to, kv.head_dim * sizeof(Number));
     });

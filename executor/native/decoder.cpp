@@ -560,7 +560,8 @@ class DecoderOf final : public Decoder {
                                  step_.block_size,
                                  window,
                                  shape_.attention_scale,
-                                 shape_.softcap};
+                                 shape_.softcap,
+                                 nullptr};
             scratch_.attention.tile_rows = 0;
             const int64_t num_items = (int64_t)items.size();
             phase(ATTENTION, num_items, [&](int64_t task) {

@@ -76,20 +76,21 @@ class CodedMatrix:
         tile_out, tile_in = DECODED_TILE
         grid = -(-outputs.shape[0] // tile_out), -(-self.shape[1] // tile_in)
         decode_kernel[grid](
-            *(*self._tensors, outputs, first, first + outputs.shape[0], self.shape[1], self.scales.shape[1]),
-            **self._constants,
+            *(*self.tensors, outputs, first, first + outputs.shape[0], self.shape[1], self.scales.shape[1]),
+            **self.constants,
             TILE_OUT=tile_out,
             TILE_IN=tile_in,
         )
 
     @property
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The kernels' arguments; what there is not are unused tensors."""
         beside = self.scales if self.beside is None else self.beside
         return self.codes, self.scales, beside, self.scales if self.factors is None else self.factors
 
     @property
-    def _constants(self) -> dict[str, Any]:
+    def constants(self) -> dict[str, Any]:
+        """The constants of `decoded_tile` by name."""
         following = kernels.NOTHING
         if self.beside is not None:
             following = kernels.ZERO if self.beside.dtype == torch.uint8 else kernels.OFFSET
@@ -110,9 +111,9 @@ class CodedMatrix:
             parts = torch.empty((tiling.splits, num_tokens, num_rows), dtype=torch.float32, device=inputs.device)
         grid = -(-num_tokens // tiling.tokens), -(-num_rows // tiling.rows), tiling.splits
         coded_product_kernel[grid](
-            *(inputs, *self._tensors, parts, num_tokens, num_rows, num_columns, self.scales.shape[1]),
+            *(inputs, *self.tensors, parts, num_tokens, num_rows, num_columns, self.scales.shape[1]),
             *(inputs.stride(0), parts.stride(-2), num_tokens * num_rows, tiling.columns_per_split(num_columns)),
-            **self._constants,
+            **self.constants,
             TILE_TOKENS=tiling.tokens,
             TILE_OUT=tiling.rows,
             TILE_IN=tiling.columns,
@@ -152,9 +153,10 @@ class CodedWeight:
         """Memory of all tensors."""
         return sum(part.nbytes if isinstance(part, Tensor) else part.num_bytes for part in self.parts)
 
-    def product(self, inputs: Tensor) -> Tensor:
-        """Computes `inputs[T, in] @ weight.T`, `[T, out]`."""
-        outputs = inputs.new_empty((inputs.shape[0], self.shape[0]))
+    def product(self, inputs: Tensor, outputs: Tensor | None = None) -> Tensor:
+        """Computes `inputs[T, in] @ weight.T`, `[T, out]`, into `outputs` if they are given."""
+        if outputs is None:
+            outputs = inputs.new_empty((inputs.shape[0], self.shape[0]))
         first = 0
         for part in self.parts:
             of_part = outputs[:, first : (first := first + part.shape[0])]
@@ -189,7 +191,7 @@ def multiply_codes(network: nn.Module) -> None:
 def coded_weight(parts: Sequence[Matrix]) -> CodedWeight:
     """Returns matrices as one. Their numbers are taken over: what of them is copied is freed, whatever refers to it."""
     coded: list[CodedMatrix | Tensor] = []
-    for run in _runs([part if isinstance(part, Tensor) else _coded(part) for part in parts]):
+    for run in _runs([part if isinstance(part, Tensor) else coded_matrix(part) for part in parts]):
         first = run[0]
         if isinstance(first, Tensor) or len(run) == 1:
             coded += run
@@ -198,8 +200,8 @@ def coded_weight(parts: Sequence[Matrix]) -> CodedWeight:
     return CodedWeight(tuple(coded))
 
 
-def _coded(weight: Coded) -> CodedMatrix:
-    """Returns the form of the kernels; the codes stay where they are."""
+def coded_matrix(weight: Coded) -> CodedMatrix:
+    """Returns the form of the kernels. The codes stay where they are, and what is copied is freed."""
     scales, beside, factors, order = weight.scale.t().contiguous().clone(), None, None, None
     scale_kind, row_block = kernels.NUMBER, 1
     if isinstance(weight, QuantizedWeight):

@@ -37,8 +37,18 @@ def test_attention_equals_the_reference(
     )
 
 
-@pytest.mark.parametrize("scoring", [Scoring(0.1, 33), Scoring(0.1, 512, 2.0), Scoring(0.3, None, 30.0)], ids=str)
-def test_window_and_cap_equal_the_reference(gpu: torch.device, scoring: Scoring) -> None:
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        Scoring(0.1, 33),
+        Scoring(0.1, 512, 2.0),
+        Scoring(0.3, None, 30.0),
+        Scoring(0.1, 128, has_sinks=True),
+        Scoring(0.1, has_sinks=True),
+    ],
+    ids=str,
+)
+def test_window_cap_and_sinks_equal_the_reference(gpu: torch.device, scoring: Scoring) -> None:
     assert_attends_as_the_reference(MIXED, KvShape(2, 128), 4, scoring=scoring, device=gpu)
 
 

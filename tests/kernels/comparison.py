@@ -53,8 +53,9 @@ def assert_attends_as_the_reference(
     keys, values = torch.randn(2, *size).to(device, dtype)
     queries = torch.randn(case.batch.num_tokens, shape.num_kv_heads * group, shape.head_dim).to(device, dtype)
     batch = case.batch.to(device)
+    sinks = sinks_of(queries, scoring)
     results = [
-        backend.attend(queries, filled(backend, shape, case, keys, values, block_size), batch, scoring)
+        backend.attend(queries, filled(backend, shape, case, keys, values, block_size), batch, scoring, sinks)
         for backend in (TritonAttention(), ReferenceAttention())
     ]
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE[dtype])
@@ -76,10 +77,16 @@ def assert_padding_changes_nothing(
     queries = torch.randn(num_tokens, 4, 64).to(device, dtype)
     kv = filled(backend, shape, case, keys, values, 16)
     count = case.batch.num_tokens
-    expected = backend.attend(queries[:count], kv, case.batch.to(device), scoring)
-    outputs = backend.attend(queries, kv, padded(case.batch, num_tokens, num_sequences).to(device), scoring)
+    sinks = sinks_of(queries, scoring)
+    expected = backend.attend(queries[:count], kv, case.batch.to(device), scoring, sinks)
+    outputs = backend.attend(queries, kv, padded(case.batch, num_tokens, num_sequences).to(device), scoring, sinks)
     assert torch.equal(outputs[:count], expected)
     assert not outputs[count:].any()
+
+
+def sinks_of(queries: Tensor, scoring: Scoring) -> Tensor | None:
+    """Scores that belong to no key, of about the size of others, if attention has them."""
+    return torch.linspace(-2, 3, queries.shape[1], device=queries.device) if scoring.has_sinks else None
 
 
 def padded(batch: StepBatch, num_tokens: int, num_sequences: int) -> StepBatch:
@@ -108,6 +115,7 @@ def assert_rows_are_independent(
     """The last `num_alone` tokens of every sequence have the same results, bit for bit, alone and as the last of
     `num_together` in one batch with the others."""
     backend, shape, group = TritonAttention(), KvShape(1, 64), 4
+    sinks = sinks_of(torch.zeros(1, group, device=device), scoring)
     sequences = [[torch.randn(context, heads, 64).to(device, dtype) for heads in (group, 1, 1)] for context in contexts]
 
     def attend(indices: list[int], num_new: int) -> list[Tensor]:
@@ -115,7 +123,7 @@ def assert_rows_are_independent(
         keys, values = (torch.cat([sequences[index][part] for index in indices]) for part in (1, 2))
         queries = torch.cat([sequences[index][0][-num_new:] for index in indices])
         kv = filled(backend, shape, case, keys, values, 16)
-        outputs = backend.attend(queries, kv, case.batch.to(device), scoring)
+        outputs = backend.attend(queries, kv, case.batch.to(device), scoring, sinks)
         return [output[-num_alone:] for output in outputs.split(num_new)]
 
     beside = attend(list(range(len(contexts))), num_together)

@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
@@ -30,9 +31,9 @@ from triton.runtime.jit import JITFunction
 import inflight.executor.attention.triton
 from inflight.executor.attention.backend import KvShape, Scoring
 from inflight.executor.attention.triton import TritonAttention
-from inflight.executor.checkpoint.decoder_weights import DecoderShape, Rope, Routing
+from inflight.executor.checkpoint.decoder_weights import CLAMPED, DecoderShape, Rope, Routing
 from inflight.executor.experts.layer import ExpertLayer
-from inflight.executor.experts.products import DenseProduct
+from inflight.executor.experts.products import Gating, GroupedProduct
 from inflight.executor.gpu.adapters import AdapterSlots, Product
 from inflight.executor.gpu.idle import idle_processed_sampling
 from inflight.executor.gpu.layers import (
@@ -84,6 +85,7 @@ VARIANTS = (
     Variant(KvShape(8, 256), 16, Scoring(0.1, 4096, 50.0)),  # Gemma 2
     Variant(KvShape(32, 80), 32, Scoring(0.1, 2047)),
     Variant(KvShape(1, 96), 16, dtype=torch.float32),
+    Variant(KvShape(8, 64), 64, Scoring(0.1, 128, has_sinks=True)),  # gpt-oss
 )
 
 
@@ -105,11 +107,11 @@ LLAMA_8B_SHAPE, SMOLLM2_SHAPE = shape_of(32, 8, 128, 14336), shape_of(9, 3, 64, 
 
 def coded(
     num_bits: int, group_size: int, scale: torch.dtype, kinds: tuple[int, int], beside: torch.dtype | None = None,
-    *, row_block: int = 1, has_factors: bool = False,
+    *, row_block: int = 1, has_factors: bool = False, size: tuple[int, int] = (6144, 4096),
 ) -> CodedMatrix:  # fmt: skip
     """A matrix of codes without storage."""
-    num_rows, num_columns = 6144, 4096
-    scales = num_columns // group_size, num_rows // row_block
+    num_rows, num_columns = size
+    scales = -(-num_columns // group_size), -(-num_rows // row_block)
     return CodedMatrix(
         torch.empty((num_rows, num_columns * num_bits // 8), dtype=torch.uint8, device=META),
         torch.empty(scales, dtype=scale, device=META),
@@ -133,6 +135,9 @@ CODED = (
     coded(4, 16, torch.uint8, (FP4.value, E4M3.value), has_factors=True),
 )
 QWEN3_30B_SHAPE = replace(experts_of(128, 8, 2048, 768, Routing()), normalizes_experts=True)
+GPT_OSS_SHAPE = replace(
+    experts_of(32, 4, 2880, 2880, Routing()), activation=CLAMPED, gate_factor=1.702, gate_limit=7.0, has_sinks=True
+)
 # DeepSeek-V3's router with the sizes of GLM-4.5-Air, and with groups.
 GROUPED_SHAPE = experts_of(128, 8, 4096, 1408, Routing(has_sigmoid=True, num_groups=8, num_chosen_groups=4))
 
@@ -277,7 +282,8 @@ def launch_attention(variant: Variant, batch: StepBatch) -> None:
     backend.write(kv, keys, keys, batch)
     rope_write(qkv, None, batch.positions, batch.slot_mapping, table, kv, 1e-5)
     queries = rope_write(qkv, (norm, norm), batch.positions, batch.slot_mapping, table, kv, 1e-5)
-    backend.attend(queries, kv, batch, variant.scoring)
+    sinks = empty(variant.num_heads, dtype=torch.float32) if variant.scoring.has_sinks else None
+    backend.attend(queries, kv, batch, variant.scoring, sinks)
 
 
 def launch_layers() -> None:
@@ -317,16 +323,51 @@ def launch_experts() -> None:
             shape,
             empty(count + num_gates, hidden_size, dtype=torch.bfloat16),
             empty(count, dtype=torch.float32) if has_correction else None,
-            DenseProduct(empty(count, 2 * size, hidden_size, dtype=torch.bfloat16), has_gate=True),
-            DenseProduct(empty(count, hidden_size, size, dtype=torch.bfloat16)),
+            GroupedProduct(empty(count, 2 * size, hidden_size, dtype=torch.bfloat16), count, Gating()),
+            GroupedProduct(empty(count, hidden_size, size, dtype=torch.bfloat16), count),
         )
         for num_rows in (4, 32, 512, 4096):
             hidden = empty(num_rows, hidden_size, dtype=torch.bfloat16)
             layer.compute(hidden, hidden, lambda part: part)
+    launch_coded_experts()
     kv = TritonAttention().allocate(KvShape(8, 128), 100, BLOCK_SIZE, torch.bfloat16, META)
     words, norm = empty(8, dtype=torch.int64), empty(128, dtype=torch.bfloat16)
     qkv, table = empty(8, 48 * 128, dtype=torch.bfloat16), empty(8192, 64, dtype=torch.float32)
     rope_write(qkv, (norm, norm), words, words, table, kv, 1e-5)
+
+
+def launch_coded_experts() -> None:
+    """Experts of gpt-oss in MXFP4 with biases; of Qwen3-30B-A3B in FP8 blocks, and in GPTQ with act-order."""
+    kinds: dict[str, tuple[DecoderShape, Callable[[tuple[int, int]], CodedMatrix]]] = {
+        "mxfp4": (GPT_OSS_SHAPE, lambda size: coded(4, 32, torch.uint8, (FP4.value, E8M0.value), size=size)),
+        "fp8": (
+            QWEN3_30B_SHAPE, lambda size: coded(8, 128, torch.float32, (FP8.value, PLAIN), row_block=128, size=size),
+        ),
+        "gptq": (
+            QWEN3_30B_SHAPE, lambda size: coded(4, 128, torch.float16, (INT4.value, PLAIN), torch.uint8, size=size),
+        ),
+    }  # fmt: skip
+    for name, (shape, make) in kinds.items():
+        hidden_size, size, count = shape.hidden_size, shape.intermediate_size, shape.num_experts
+
+        def product(
+            num_out: int, num_in: int, gating: Gating | None, name: str = name, count: int = count,
+            make: Callable[[tuple[int, int]], CodedMatrix] = make,
+        ) -> GroupedProduct:  # fmt: skip
+            bias = empty(count, num_out, dtype=torch.bfloat16) if name == "mxfp4" else None
+            order = empty(count, num_in, dtype=torch.int32) if name == "gptq" else None
+            return GroupedProduct(make((count * num_out, num_in)), count, gating, bias, order)
+
+        layer = ExpertLayer(
+            shape,
+            empty(count, hidden_size, dtype=torch.bfloat16),
+            None,
+            product(2 * size, hidden_size, Gating.of(shape)),
+            product(hidden_size, size, None),
+            empty(count, dtype=torch.bfloat16) if name == "mxfp4" else None,
+        )
+        for num_rows in (4, 32, 512, 4096):
+            layer.compute(empty(num_rows, hidden_size, dtype=torch.bfloat16), None, lambda part: part)
 
 
 def launch_adapters(shape: DecoderShape) -> None:

@@ -26,7 +26,7 @@ from triton.runtime.interpreter import GridExecutor
 from inflight.common.model_source import resolve_model
 from inflight.executor.checkpoint.decoder_weights import DecoderShape, Rope, Routing
 from inflight.executor.experts.layer import ExpertLayer
-from inflight.executor.experts.products import DenseProduct
+from inflight.executor.experts.products import Gating, GroupedProduct
 from inflight.executor.experts.tiling import expert_tiling
 from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.model import self_check
@@ -134,8 +134,8 @@ def layer_of(shape: DecoderShape, *, has_correction: bool = False, num_scores: i
         shape,
         random(num_scores or shape.num_experts, HIDDEN),
         random(shape.num_experts) if has_correction else None,
-        DenseProduct(0.2 * random(shape.num_experts, 2 * INNER, HIDDEN), has_gate=True),
-        DenseProduct(0.2 * random(shape.num_experts, HIDDEN, INNER)),
+        GroupedProduct(0.2 * random(shape.num_experts, 2 * INNER, HIDDEN), shape.num_experts, Gating()),
+        GroupedProduct(0.2 * random(shape.num_experts, HIDDEN, INNER), shape.num_experts),
     )
 
 
@@ -229,7 +229,7 @@ def test_tiles_suffice_for_any_division_of_the_pairs(num_experts: int, num_pairs
 def expected_outputs(layer: ExpertLayer, hidden: Tensor) -> Tensor:
     """The sums of the experts' outputs, in float64."""
     experts, weights = expected_choice(layer, hidden)
-    gate_up, down = (one.matrices.double()[experts] for one in dense_of(layer))
+    gate_up, down = (dense_of(one).double()[experts] for one in (layer.gate_up, layer.down))
     gate, up = torch.einsum("rkoi,ri->rko", gate_up, hidden.double()).chunk(2, -1)
     products = torch.einsum("rkoi,rki->rko", down, functional.silu(gate) * up)
     return (products * weights[..., None]).sum(1)
@@ -252,14 +252,13 @@ def assert_is_that_of_torch(num_experts: int, num_rows: int, dtype: torch.dtype,
 
 
 def placed(layer: ExpertLayer, dtype: torch.dtype, device: torch.device) -> ExpertLayer:
-    gate_up, down = (replace(one, matrices=one.matrices.to(device, dtype)) for one in dense_of(layer))
+    gate_up, down = (replace(one, matrix=dense_of(one).to(device, dtype)) for one in (layer.gate_up, layer.down))
     return replace(layer, router=layer.router.to(device, dtype), gate_up=gate_up, down=down)
 
 
-def dense_of(layer: ExpertLayer) -> tuple[DenseProduct, DenseProduct]:
-    assert isinstance(layer.gate_up, DenseProduct)
-    assert isinstance(layer.down, DenseProduct)
-    return layer.gate_up, layer.down
+def dense_of(product: GroupedProduct) -> Tensor:
+    assert isinstance(product.matrix, Tensor)
+    return product.matrix
 
 
 def test_shared_expert_is_added_times_the_sigmoid_of_its_score() -> None:

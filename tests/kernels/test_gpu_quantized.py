@@ -86,13 +86,15 @@ def test_gguf_of_several_types_stays_as_it_is(tmp_path: Path) -> None:
     path = save_gguf(tmp_path / "tiny.gguf", "qwen2", kinds)
     # When it is loaded, which compares its layers and logits with those of transformers
     model = load(path)
-    # Then its products are of one type each, and the output layer is dense
+    # Then its products are of one type each, and so is the output layer
     assert model.description.weight_dtype == "quantized"
     qkv = weights_of(model)[0]
     assert isinstance(qkv, CodedWeight)
     assert len(qkv.parts) == 3
     assert isinstance(model.forward, GpuForward)
-    assert isinstance(model.forward.decoder.head, torch.Tensor)
+    head = model.forward.decoder.head
+    assert isinstance(head, CodedWeight)
+    assert all(isinstance(part, CodedMatrix) for part in head.parts)
 
 
 def test_modules_of_transformers_multiply_codes(tmp_path: Path) -> None:

@@ -38,8 +38,18 @@ def test_mixed_step_equals_the_reference(head_dim: int, group: int, block_size: 
     assert_attends_as_the_reference((*DECODES, *CHUNKS), KvShape(2, head_dim), group, block_size=block_size)
 
 
-@pytest.mark.parametrize("scoring", [Scoring(0.3, 5), Scoring(0.1, 33, 2.0), Scoring(0.3, None, 30.0)], ids=str)
-def test_window_and_cap_equal_the_reference(scoring: Scoring) -> None:
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        Scoring(0.3, 5),
+        Scoring(0.1, 33, 2.0),
+        Scoring(0.3, None, 30.0),
+        Scoring(0.2, None, None, has_sinks=True),
+        Scoring(0.2, 5, 20.0, has_sinks=True),
+    ],
+    ids=str,
+)
+def test_window_cap_and_sinks_equal_the_reference(scoring: Scoring) -> None:
     assert_attends_as_the_reference((*DECODES[1:], *CHUNKS), KvShape(1, 64), 2, scoring=scoring)
 
 
@@ -48,14 +58,18 @@ def test_drafts_to_verify_equal_the_reference() -> None:
 
 
 @pytest.mark.parametrize("num_programs", [1, 2], ids=["whole", "two splits"])
-@pytest.mark.parametrize("window", [None, 16, 300, 600])
+@pytest.mark.parametrize(
+    "scoring",
+    [*(Scoring(0.2, window) for window in (None, 16, 300, 600)), Scoring(0.2, 300, has_sinks=True)],
+    ids=str,
+)
 def test_decodes_of_one_and_of_many_spans_equal_the_reference(
-    monkeypatch: pytest.MonkeyPatch, num_programs: int, window: int | None
+    monkeypatch: pytest.MonkeyPatch, num_programs: int, scoring: Scoring
 ) -> None:
     # Spans have 256 keys: a split has none, one or two, whole and in part
     monkeypatch.setattr("inflight.executor.kernels.tiling.MAX_PROGRAMS", num_programs)
     specs = tuple(Spec(1, context) for context in (1, 255, 256, 257, 520, 1000))
-    assert_attends_as_the_reference(specs, KvShape(1, 10), 1, scoring=Scoring(0.2, window), block_size=48)
+    assert_attends_as_the_reference(specs, KvShape(1, 10), 1, scoring=scoring, block_size=48)
 
 
 def test_key_that_is_no_number_leaves_none_to_its_row_whatever_split_it_is_in() -> None:
@@ -70,11 +84,11 @@ def test_key_that_is_no_number_leaves_none_to_its_row_whatever_split_it_is_in() 
     assert outputs[1].isfinite().all()
 
 
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("scoring", [Scoring(0.2), Scoring(0.2, 100), Scoring(0.2, 100, has_sinks=True)], ids=str)
 @pytest.mark.parametrize(("alone", "together"), [(1, 1), (2, 40)], ids=["decodes", "chunks"])
-def test_result_of_a_row_does_not_depend_on_the_batch(window: int | None, alone: int, together: int) -> None:
+def test_result_of_a_row_does_not_depend_on_the_batch(scoring: Scoring, alone: int, together: int) -> None:
     # Given the last tokens of sequences, each computed alone, and beside the others in larger chunks
-    assert_rows_are_independent((290, 45, 600), alone, together, Scoring(0.2, window))
+    assert_rows_are_independent((290, 45, 600), alone, together, scoring)
 
 
 @pytest.mark.parametrize("window", [None, 40])

@@ -41,6 +41,7 @@ scorings = st.builds(
     scale=st.sampled_from([0.1, 0.3]),
     sliding_window=st.none() | st.integers(1, 90),
     softcap=st.none() | st.sampled_from([2.0, 30.0]),
+    has_sinks=st.booleans(),
 )
 shapes = st.builds(KvShape, st.integers(1, 3), st.sampled_from([2, 10, 16, 64, 72, 80, 96, 128, 256]))
 
@@ -108,10 +109,11 @@ def test_cpu_kernels_equal_the_reference(
     queries = torch.randn(case.batch.num_tokens, shape.num_kv_heads * group, shape.head_dim).to(dtype)
 
     kv_dtype = torch.int8 if is_int8 else dtype
-    results = [
-        backend.attend(queries, filled(backend, shape, case, keys, values, block_size, kv_dtype), case.batch, scoring)
-        for backend in (cpu_attention, ReferenceAttention())
-    ]
+    sinks = torch.linspace(-2, 3, queries.shape[1]) if scoring.has_sinks else None
+    results = []
+    for backend in (cpu_attention, ReferenceAttention()):
+        kv = filled(backend, shape, case, keys, values, block_size, kv_dtype)
+        results.append(backend.attend(queries, kv, case.batch, scoring, sinks))
 
     assert results[0].shape == queries.shape
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=TOLERANCE[dtype])

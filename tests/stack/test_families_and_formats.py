@@ -19,6 +19,7 @@ from inflight.executor.settings import ExecutorSettings
 from tests.property.test_families import CONFIGS as OTHER_CONFIGS
 from tests.property.test_families import TEXTS
 from tests.property.test_hybrid_models import CONFIGS as HYBRID_CONFIGS
+from tests.support.checkpoints.gpt_oss import save_mxfp4
 from tests.support.checkpoints.quantized_checkpoints import save_gguf, save_quantized
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.greedy import assert_same, generate_alone
@@ -68,7 +69,12 @@ def gguf_file(kinds: tuple[str, ...]) -> Maker:
     return make
 
 
+def gpt_oss_in_mxfp4(folder: Path) -> tuple[Path, Path]:
+    return save_mxfp4(folder / "model"), folder / "model-dense"
+
+
 MAKERS: dict[str, Maker] = {
+    "gpt-oss-mxfp4": gpt_oss_in_mxfp4,
     **{name: family(config) for name, config in CONFIGS.items()},
     **{name: quantized(name) for name in RUN},
     **{name: gguf_file(kinds) for name, kinds in GGUF_FILES.items()},

@@ -68,7 +68,7 @@ def test_weights_are_copied_one_after_the_other() -> None:
             yield name, weight
 
     names = []
-    for name, weight in placed(weights(), torch.float32, META):
+    for name, weight in placed(weights(), META):
         assert isinstance(weight, Tensor)
         assert weight.device == META
         names.append(name)

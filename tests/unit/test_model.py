@@ -16,7 +16,6 @@ from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
     GPT2Config,
-    GptOssConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
@@ -172,14 +171,13 @@ def test_errors_of_settings_do_not_blame_the_architecture(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (GptOssConfig(**sizes(num_local_experts=4)), "it has attention sinks"),
         (MambaConfig(vocab_size=96, hidden_size=64, num_hidden_layers=2), "it has linear_attention layers"),
         (
             LlamaConfig(**sizes(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})),
             "its dynamic rotary embedding depends on the other sequences",
         ),
     ],
-    ids=["sinks", "mamba", "dynamic-rope"],
+    ids=["mamba", "dynamic-rope"],
 )
 def test_architectures_that_cannot_run_are_refused(tmp_path: Path, config: PretrainedConfig, reason: str) -> None:
     folder = save_model(config, tmp_path / "odd")

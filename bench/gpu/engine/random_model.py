@@ -26,9 +26,9 @@ class RandomModel:
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> tuple[LayerKv, ...]:
         """KV for blocks 1 to `num_blocks`, and the spare block 0."""
-        shape, head = KvShape(self.decoder.shape.num_kv_heads, self.decoder.shape.head_dim), self.decoder.head
+        shape, device = KvShape(self.decoder.shape.num_kv_heads, self.decoder.shape.head_dim), self.decoder.device
         return tuple(
-            self.backend.allocate(shape, num_blocks + 1, block_size, self.kv_dtype, head.device)
+            self.backend.allocate(shape, num_blocks + 1, block_size, self.kv_dtype, device)
             for _ in range(self.decoder.shape.num_layers)
         )
 

@@ -221,7 +221,7 @@ def pool_of(
         adapter_bytes=adapter_bytes,
         num_host_blocks=num_host_blocks,
     )
-    if machine.is_gpu or host_bytes or steps is None or not shape.num_window_layers:
+    if (machine.is_gpu and num_ranks > 1) or host_bytes or steps is None or not shape.num_window_layers:
         return pool
     return _with_window_group(pool, shape, steps, is_limited=max_tokens_in_pool > 0)
 
@@ -339,15 +339,15 @@ def _weight_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: in
 
 
 def _saved_bytes(shape: ModelShape, dtype: str) -> int:
-    """Returns what the matrices of a quantized checkpoint take less than dense ones on a GPU. Embedding and output
-    layer are dense there."""
-    return math.floor(
-        sum(
-            weight.number * (BYTES_PER_NUMBER[dtype] - weight.codes.gpu_bytes_each)
-            for weight in shape.weights
-            if weight.codes is not None and weight.role is Role.MATRIX
-        )
-    )
+    """Returns what the matrices of a quantized checkpoint take less than dense ones on a GPU. The embedding is dense
+    there; a tied output layer that is quantized has numbers of its own."""
+    is_tied = sum(weight.number for weight in shape.weights) > shape.num_parameters
+    saved = 0.0
+    for weight in shape.weights:
+        if weight.codes is not None and weight.role is not Role.EMBEDDING:
+            dense_bytes = 0 if is_tied and weight.role is Role.HEAD else BYTES_PER_NUMBER[dtype]
+            saved += weight.number * (dense_bytes - weight.codes.gpu_bytes_each)
+    return math.floor(saved)
 
 
 def fp8_weight_bytes(shape: ModelShape, dtype: str) -> int:

@@ -38,6 +38,7 @@ _BESIDE = (
     *(".weight_scale_inv", ".weight_scale_2", ".weight_global_scale"),
     *(".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale"),
+    *(".gate_up_proj_scales", ".down_proj_scales"),
 )
 # Types of safetensors of FP8, and of pairs in FP4.
 _FP8, _FP4 = "F8_E4M3", "U8"
@@ -103,6 +104,8 @@ GGUF_CODES = {
     "IQ4_NL": Codes(8, 32, False, 2),
     "IQ4_XS": Codes(8, 32, False, 4),
 }
+# Experts of gpt-oss: pairs of codes, and a scale of a byte for each group of 32.
+MXFP4_EXPERTS = Codes(4, 32, False, 4, gpu_group_bytes=1, is_dense_on_cpu=True)
 GGUF_DENSE = ("F32", "F16", "BF16")
 # Architectures whose files are read as they are; executors import others as dense models.
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -135,7 +138,7 @@ def _bytes_each(weight: WeightCount, dtype: str, weight_dtype: str) -> float:
     if weight_dtype == "int8" and weight.role in (Role.MATRIX, Role.EXPERT):
         return _INT8_BYTES
     codes = {"auto": weight.codes, "quantized": weight.codes, "int4": _ROUNDED.get(weight.role)}.get(weight_dtype)
-    if codes is None or codes.is_dense_on_cpu or weight.role is Role.EMBEDDING:
+    if codes is None or codes.is_dense_on_cpu or weight.role in (Role.EMBEDDING, Role.EXPERT):
         return BYTES_PER_NUMBER[dtype]
     scale_bytes = 2 if dtype == "bfloat16" else codes.scale_bytes
     factor = _FACTOR_BYTES / codes.depth if codes.depth else 0
@@ -215,6 +218,7 @@ class _Quantization:
             str(fields.get("packing_format")).rpartition("_")[2],
         )
         method, algorithm = str(fields.get("quant_method")), str(fields.get("quant_algo"))
+        self._has_fused_experts = method == "mxfp4"
         self._is_float = weights.get("type") == "float" or method == "fp8" or method.startswith("modelopt")
         self._bits = max(1, int(weights.get("num_bits", 8) if groups else weights.get("bits", 8)))
         if "NVFP4" in algorithm:
@@ -228,6 +232,8 @@ class _Quantization:
     def of(self, name: str, shape: list[int], dtype: str, has_float32_scales: bool) -> tuple[int, Codes | None]:
         """Returns the number of weights in a tensor, and their form."""
         number = math.prod(shape)
+        if self._has_fused_experts:
+            return (2 * number, MXFP4_EXPERTS) if name.endswith("_blocks") else (number, None)
         if dtype == _FP8:
             return number, self._fp8(shape[1])
         if dtype == _FP4:

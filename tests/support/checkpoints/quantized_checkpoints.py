@@ -21,7 +21,15 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from inflight.common.model_source import resolve_model
 from inflight.executor.formats.loading import load_network
@@ -34,8 +42,20 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**sizes(**WIDE, initializer_range=0.05)),
     "qwen2": Qwen2Config(**sizes(**WIDE, initializer_range=0.05, tie_word_embeddings=True)),
+    "qwen3_moe": Qwen3MoeConfig(
+        **sizes(num_hidden_layers=1, num_experts=4, moe_intermediate_size=64, hidden_size=128),
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **sizes(n_routed_experts=4, n_shared_experts=1, moe_intermediate_size=64, first_k_dense_replace=1),
+        num_experts_per_tok=2,
+        attention_bias=True,
+        routed_scaling_factor=1.5,
+    ),
+    "mixtral": MixtralConfig(**sizes(num_hidden_layers=1, num_local_experts=3, num_experts_per_tok=2)),
 }
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 # Weights and names of a layer's tensors, and the matrix that they stand for.
 Encoded = tuple[dict[str, Tensor], Tensor]

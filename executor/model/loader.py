@@ -288,6 +288,8 @@ def _native_forward(
     layout, shard = weights.layout, weights.shard
     if obstacle := unsupported_reason(decoder.shape):
         return obstacle
+    if decoder.shape.mixer is not None and shard.num_ranks > 1:
+        return "it has recurrent layers"
     _check_divisible(decoder, shard)
     same_on_all_ranks = _same_on_all_ranks(decoder, backend.library.instructions, shard)
     form = form_of(decoder, layout.dtype, weights.weight_dtype == "int8")

@@ -26,7 +26,7 @@ from torch.nn import functional
 # The boundary of a slot is less than two chunks before the last position.
 from inflight.common.model_files.recurrent import DELTA_GRID as GRID
 from inflight.common.model_files.recurrent import DELTA_PLACES as NUM_PLACES
-from inflight.executor.recurrent.mixer import StateSizes, StateStep
+from inflight.executor.recurrent.mixer import MixerShape, MixerWeights, StateSizes, StateStep
 from inflight.executor.recurrent.short_conv import ConvMemory, convolve
 
 TILE = 16
@@ -261,6 +261,16 @@ class GatedDeltaNet(nn.Module):
             zeros(slots, NUM_PLACES, self._heads, value_dim),
             zeros(slots, NUM_PLACES, self._heads),
             zeros(sizes.num_checkpoints, self._heads, key_dim, value_dim),
+        )
+
+    def weights(self) -> MixerWeights:
+        sizes = (self._key_heads, self._heads, self._key_dim, self._value_dim)
+        return MixerWeights(
+            MixerShape(len(self._taps), len(self._taps[0]), *sizes),
+            (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a),
+            self.out_proj,
+            torch.stack(self._taps),
+            (self._rates, self._bias.float(), self.norm.weight.detach().float()),
         )
 
     def mix(self, inputs: Tensor, memory: DeltaMemory, step: StateStep) -> Tensor:

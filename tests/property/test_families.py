@@ -46,6 +46,8 @@ from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import relative_distance
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
 from inflight.executor.step.batch import pack
+from tests.property.test_hybrid_models import CONFIGS as HYBRID_CONFIGS
+from tests.property.test_hybrid_models import NATIVE
 from tests.property.test_row_invariance import BLOCK_SIZE, one_by_one, sequence_of
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.greedy import assert_same, generate_alone, generate_together
@@ -208,7 +210,8 @@ def test_every_family_is_tested() -> None:
     tested = {type(AutoModelForCausalLM.from_config(config)).__name__ for config in CONFIGS.values()}
     elsewhere = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
     on_gpus = {"Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "Qwen2MoeForCausalLM"}
-    assert tested | elsewhere | on_gpus == FAMILIES.keys()
+    hybrid = {type(AutoModelForCausalLM.from_config(HYBRID_CONFIGS[name])).__name__ for name in NATIVE}
+    assert tested | elsewhere | on_gpus | hybrid == FAMILIES.keys()
 
 
 def longrope(**changes: Any) -> PretrainedConfig:

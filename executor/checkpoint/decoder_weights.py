@@ -9,7 +9,7 @@ access. Matrices of a quantized checkpoint are as `inflight.executor.formats` ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,8 +40,8 @@ class Family:
     `norm_offset` is added to the weights of norms. `has_multipliers`: the configuration multiplies embeddings, what is
     added to the residual stream, and logits. `caps_logits`: the configuration has a soft cap of logits. `is_rotated`
     tells from the attention of a layer whether it has a rotary embedding. `has_sigmoid_router`: experts are weighted by
-    the sigmoids of their scores, not by the softmax of all. `has_output_gate`: the projection of queries yields a gate
-    behind each query.
+    the sigmoids of their scores, not by the softmax of all, and `router_epsilon` is added to the sum of the weights of
+    a token, by which they are divided. `has_output_gate`: the projection of queries yields a gate behind each query.
     """
 
     norms: Norms = Norms()
@@ -52,6 +52,7 @@ class Family:
     caps_logits: bool = False
     is_rotated: Callable[[Any], bool] = lambda attention: True
     has_sigmoid_router: bool = False
+    router_epsilon: float = 0.0
     has_output_gate: bool = False
 
 
@@ -59,6 +60,7 @@ AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernor
 AROUND = Norms("input_layernorm", AFTER.attention_output, "pre_feedforward_layernorm", AFTER.feed_forward_output)
 GEMMA = Family(AROUND, norm_offset=1.0, activation_name="hidden_activation", caps_logits=True)
 LFM2 = Family(Norms("operator_norm", None, "ffn_norm", None), activation_name=None, final_norm="embedding_norm")
+QWEN3_5 = Family(norm_offset=1.0, has_output_gate=True)
 FAMILIES = {
     "Exaone4ForCausalLM": Family(
         AFTER, is_rotated=lambda attention: not attention.sliding_window or attention.is_sliding
@@ -69,6 +71,7 @@ FAMILIES = {
     "GraniteForCausalLM": Family(has_multipliers=True),
     "GraniteMoeForCausalLM": Family(has_multipliers=True),
     "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": replace(LFM2, has_sigmoid_router=True, router_epsilon=1e-6),
     "LlamaForCausalLM": Family(),
     "MiniMaxM2ForCausalLM": Family(has_sigmoid_router=True),
     "Ministral3ForCausalLM": Family(),
@@ -82,7 +85,9 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": Family(),
     "Qwen3ForCausalLM": Family(),
     "Qwen3MoeForCausalLM": Family(),
-    "Qwen3_5ForCausalLM": Family(norm_offset=1.0, has_output_gate=True),
+    "Qwen3NextForCausalLM": QWEN3_5,
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5,
     "SeedOssForCausalLM": Family(),
     "SmolLM3ForCausalLM": Family(is_rotated=lambda attention: bool(attention.use_rope)),
 }
@@ -90,6 +95,8 @@ SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
 # Names of a layer's feed-forward layer, or of its router with the experts; and of what is in place of attention.
 FEED_FORWARDS = ("block_sparse_moe", "feed_forward", "mlp")
 MIXERS = ("conv", "linear_attn")
+# Names of what is added to the weights of experts for the choice, in a router or in what has it.
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
@@ -108,13 +115,14 @@ class Routing:
 
     With `has_sigmoid` the weights are sigmoids of the scores. The experts are `num_groups` groups of neighbours; the
     `num_chosen_groups` whose two largest weights, each with its correction, have the largest sums take part. `scale`
-    multiplies the weights.
+    multiplies the weights; `epsilon` is added to the sum by which those that a token chooses are divided.
     """
 
     has_sigmoid: bool = False
     num_groups: int = 1
     num_chosen_groups: int = 1
     scale: float = 1.0
+    epsilon: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +132,8 @@ class DecoderShape:
 
     `intermediate_size` is that of an expert if there are experts. Their weights are the softmax of the router's scores
     over all experts, or with `normalizes_experts` over those that a token chooses; `routing` describes other ways.
-    Beside them `shared_size` is the size of the shared expert of a layer, and `dense_size` that of the layers without
-    experts; 0 where there are none.
+    Beside them `shared_size` is the size of the shared expert of a layer, and `dense_size` that of `dense_layers`, the
+    layers without experts; 0 where there are none.
 
     A soft cap c makes `c * tanh(x / c)` of scores and logits x; None leaves them. `logit_scale` is applied before.
 
@@ -157,6 +165,7 @@ class DecoderShape:
     routing: Routing = Routing()
     shared_size: int = 0
     dense_size: int = 0
+    dense_layers: tuple[int, ...] = ()
     has_output_gate: bool = False
     recurrent_layers: tuple[int, ...] = ()
     mixer: MixerShape | None = None
@@ -344,7 +353,9 @@ def _experts(body: Any, family: Family) -> dict[str, Any]:
     if not blocks:
         return {}
     router, shared = _router(blocks[0]), _shared(blocks[0])
-    dense = [_block(module) for module in body.layers if not hasattr(_block(module), "experts")]
+    dense = {
+        number: _block(module) for number, module in enumerate(body.layers) if not hasattr(_block(module), "experts")
+    }
     return {
         "num_experts": router.num_experts,
         "num_experts_per_token": router.top_k,
@@ -354,9 +365,11 @@ def _experts(body: Any, family: Family) -> dict[str, Any]:
             getattr(router, "num_group", 1),
             getattr(router, "topk_group", 1),
             float(getattr(router, "routed_scaling_factor", 1.0)),
+            family.router_epsilon,
         ),
         "shared_size": 0 if shared is None else shared.down_proj.weight.shape[1],
-        "dense_size": dense[0].down_proj.weight.shape[1] if dense else 0,
+        "dense_size": next((_down(block).weight.shape[1] for block in dense.values()), 0),
+        "dense_layers": tuple(dense),
     }
 
 
@@ -382,7 +395,7 @@ def _feed_forward(module: Any) -> Any:
 
 def _read_ropes(body: Any, config: PretrainedConfig, family: Family) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
     """Returns the rotary embeddings, and which of them each layer uses."""
-    rotary = body.rotary_emb
+    rotary = body.rotary_emb if hasattr(body, "rotary_emb") else body.pos_emb
     ropes: tuple[Rope, ...]
     layer_ropes: tuple[int, ...]
     if hasattr(rotary, "inv_freq"):
@@ -456,7 +469,9 @@ def _read_routing(block: Any) -> dict[str, Any]:
     if not hasattr(block, "experts"):
         return {}
     router, shared, gate = _router(block), _shared(block), getattr(block, "shared_expert_gate", None)
-    correction = getattr(router, "e_score_correction_bias", getattr(block, "e_score_correction_bias", None))
+    correction = next(
+        (getattr(one, name) for one in (router, block) for name in CORRECTIONS if hasattr(one, name)), None
+    )
     return {
         "router": router.weight,
         "router_correction": correction,

@@ -27,7 +27,6 @@ from inflight.executor.checkpoint.decoder_weights import (
     DecoderShape,
     DecoderWeights,
     LayerWeights,
-    Routing,
 )
 from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, dense_matrix
 from inflight.executor.checkpoint.shards import WHOLE, Shard
@@ -74,6 +73,8 @@ class Packed(IntEnum):
     EXPERT_GATE_UP = 16
     EXPERT_DOWN = 17
     MIXER = 18
+    ROUTER_CORRECTION = 19
+    SHARED_GATE = 20
 
 
 class HeadNorms(IntEnum):
@@ -96,6 +97,8 @@ class DecoderForm:
     has_input_norms: bool
     has_output_norms: bool
     head_norms: HeadNorms
+    has_router_correction: bool = False
+    has_shared_gate: bool = False
     expands_quantized: bool = False
 
 
@@ -107,12 +110,8 @@ def unsupported_reason(shape: DecoderShape) -> str | None:
         return f"heads of {shape.head_dim} numbers are larger than 512"
     if max(shape.hidden_size, shape.num_heads * shape.head_dim) > MAX_WIDTH:
         return f"rows of more than {MAX_WIDTH} numbers are not supported"
-    if shape.dense_size:
-        return "some of its layers have experts and others have not"
-    if shape.shared_size:
-        return "it has a shared expert"
-    if shape.routing != Routing():
-        return "its router is not a softmax alone"
+    if shape.routing.num_groups > 1:
+        return "its router chooses among groups of experts"
     mixer = shape.mixer
     if mixer is not None and (mixer.key_dim % LANES or mixer.value_dim % LANES):
         return f"heads of {mixer.key_dim} and {mixer.value_dim} numbers are not multiples of {LANES}"
@@ -353,6 +352,8 @@ def form_of(weights: DecoderWeights, dtype: torch.dtype, has_int8_weights: bool)
         has_input_norms=layers[0].input_norm is not None,
         has_output_norms=layers[0].attention_output_norm is not None,
         head_norms=_head_norms(query_norm, weights.shape),
+        has_router_correction=any(layer.router_correction is not None for layer in layers),
+        has_shared_gate=any(layer.shared_gate is not None for layer in layers),
     )
 
 
@@ -376,6 +377,7 @@ def _layout(form: DecoderForm, shard: Shard) -> tuple[_Shape, tuple[Any, ...]]:
     shape = shard.shape(form.shape)
     windows = np.array([window or 0 for window in shape.sliding_windows], np.int64)
     layer_ropes = np.array(shape.layer_ropes, np.int64)
+    has_experts = np.array([layer not in shape.dense_layers for layer in range(shape.num_layers)], np.int64)
     is_recurrent = np.array([layer in shape.recurrent_layers for layer in range(shape.num_layers)], np.int64)
     frequencies = np.array([rope.inverse_frequencies for rope in shape.ropes], np.float32)
     scalings = np.array([rope.scaling for rope in shape.ropes], np.float32)
@@ -388,16 +390,24 @@ def _layout(form: DecoderForm, shard: Shard) -> tuple[_Shape, tuple[Any, ...]]:
         shard.num_ranks,
         shard.rank,
         form.shape.num_kv_heads,
+        shape.dense_size,
+        shape.shared_size,
+        shape.routing.has_sigmoid,
+        form.has_router_correction,
+        form.has_shared_gate,
         shape.has_output_gate,
         mixer_layout(shape.mixer),
         *(getattr(shape, name) or 0.0 for name in _SHAPE_FACTORS),
+        shape.routing.epsilon,
+        shape.routing.scale,
         windows.ctypes.data,
         layer_ropes.ctypes.data,
+        has_experts.ctypes.data,
         is_recurrent.ctypes.data,
         frequencies.ctypes.data,
         scalings.ctypes.data,
     )
-    return layout, (windows, layer_ropes, is_recurrent, frequencies, scalings)
+    return layout, (windows, layer_ropes, has_experts, is_recurrent, frequencies, scalings)
 
 
 def _vectors(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packed, Tensor]]:
@@ -414,6 +424,8 @@ def _vectors(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packe
             (Packed.ATTENTION_OUTPUT_NORM, layer.attention_output_norm),
             (Packed.FEED_FORWARD_OUTPUT_NORM, layer.feed_forward_output_norm),
             (Packed.ROUTER, layer.router),
+            (Packed.ROUTER_CORRECTION, layer.router_correction),
+            (Packed.SHARED_GATE, layer.shared_gate),
             (Packed.MIXER, None if layer.mixer is None else _mixer_vectors(layer.mixer)),
         )
         for part, tensor in optional:
@@ -466,6 +478,9 @@ def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int
             index_of_all = index * shape.num_experts + expert
             yield index_of_all, Packed.EXPERT_GATE_UP, shard.gate_up((gate_up[expert],))
             yield index_of_all, Packed.EXPERT_DOWN, (shard.hidden(shape, down[expert]),)
+        if layer.shared_down is not None:
+            yield index, Packed.GATE_UP, shard.gate_up(layer.shared_gate_up_parts)
+            yield index, Packed.DOWN, (shard.hidden(shape, layer.shared_down),)
     yield 0, Packed.EMBEDDING, (shard.embedding(weights),)
     yield 0, Packed.HEAD, (shard.head(weights),)
 
@@ -518,10 +533,12 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in _SHAPE_SIZES),
         *((name, c_int64) for name in ("num_ropes", *_FORM_FLAGS, "has_gelu", "head_norms")),
-        *((name, c_int64) for name in ("num_ranks", "rank", "all_kv_heads", "has_output_gate")),
+        *((name, c_int64) for name in ("num_ranks", "rank", "all_kv_heads", "dense_size", "shared_size")),
+        *((name, c_int64) for name in ("has_sigmoid_router", "has_router_correction", "has_shared_gate")),
+        ("has_output_gate", c_int64),
         ("mixer", MixerLayout),
-        *((name, c_float) for name in _SHAPE_FACTORS),
-        *((name, c_void_p) for name in ("sliding_windows", "layer_ropes", "is_recurrent")),
+        *((name, c_float) for name in (*_SHAPE_FACTORS, "router_epsilon", "router_scale")),
+        *((name, c_void_p) for name in ("sliding_windows", "layer_ropes", "has_experts", "is_recurrent")),
         *((name, c_void_p) for name in ("inverse_frequencies", "rope_scalings")),
     )
 

@@ -77,8 +77,8 @@ class NativeStates:
         """Returns the states of a step. They keep what they point to alive."""
         rows = batch.states
         assert rows is not None and self._memories is not None, "a step of recurrent layers has no slots"
-        loads = (_Load * len(rows.loads))(*((one.checkpoint, one.slot, one.position) for one in rows.loads))
-        saves = (_Save * len(rows.saves))(*((one.row, one.position, one.checkpoint) for one in rows.saves))
+        loads = (_Load * len(rows.loads))(*(_Load(one.checkpoint, one.slot, one.position) for one in rows.loads))
+        saves = (_Save * len(rows.saves))(*(_Save(one.row, one.position, one.checkpoint) for one in rows.saves))
         states = _States(
             memories=ctypes.addressof(self._memories),
             slots=rows.slots.data_ptr(),

@@ -22,7 +22,8 @@ class NativeForward(Forward):
 
     @property
     def adapters(self) -> AdapterMemory | None:
-        return None if self.decoder.states is not None else AdapterMemory.of(self.decoder)
+        has_slots = self.decoder.states is None and not self.decoder.shape.dense_size
+        return AdapterMemory.of(self.decoder) if has_slots else None
 
     @property
     def states(self) -> StateMemory | None:

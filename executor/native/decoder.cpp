@@ -50,7 +50,8 @@ class DecoderOf final : public Decoder {
     int64_t matrix_bytes() const override { return weights_.matrix_bytes(); }
 
     int64_t row_part_bytes() const override {
-        const int64_t inner = shape_.part_of(shape_.intermediate_size, PART_INNER_COLUMNS);
+        const int64_t inner =
+            shape_.part_of(std::max(shape_.intermediate_size, shape_.feed_forward_size()), PART_INNER_COLUMNS);
         const int64_t normed = shape_.head_norms == NORMS_OF_ALL_HEADS ? shape_.num_heads + shape_.num_kv_heads : 0;
         const int64_t summed = std::max(shape_.part_of(shape_.hidden_size), normed * shape_.head_dim);
         return std::max({summed * (int64_t)sizeof(float),
@@ -111,7 +112,8 @@ class DecoderOf final : public Decoder {
         Scratch(const DecoderShape& shape, int64_t unpacked_bytes)
             : product(unpacked_bytes),
               mixer(shape.mixer.kind == NO_MIXER ? 0 : MixerStep<Element>::scratch_numbers(shape.mixer)),
-              scores(shape.num_experts) {
+              scores(shape.num_experts),
+              corrected(shape.num_experts) {
             products.reserve(shape.num_experts);
             last_tasks.reserve(shape.num_experts);
         }
@@ -120,7 +122,7 @@ class DecoderOf final : public Decoder {
         ProductScratch product;
         alignas(64) Number head[TILE_ROWS][MAX_DIM];  // keys or values of a tile
         std::vector<float> mixer;
-        std::vector<float> scores;               // of the experts for a row
+        std::vector<float> scores, corrected;    // of the experts for a row
         std::vector<Product<Factor>> products;   // of the experts that have rows, and the end of each one's tasks
         std::vector<int64_t> last_tasks;
         double processor_seconds[NUM_PARTS] = {};
@@ -163,17 +165,19 @@ class DecoderOf final : public Decoder {
                 add_product(OUTPUT, layer.output, factors, layer.output_bias, layer.attention_output_norm,
                             {OUTPUT_PRODUCT, index, mixed}, ADAPT_OUTPUT,
                             layer.router == nullptr ? &layer.gate_up : nullptr);
-                norm(layer.post_attention_norm, nullptr, layer.gate_up, layer.router);
+                norm(layer.post_attention_norm, nullptr, layer.gate_up, layer.router == nullptr ? nullptr : &layer);
                 if (layer.router != nullptr) {
+                    if (shape_.shared_size > 0) add_shared_expert(layer);
                     add_experts(layer);
                     if (exchange_.has_failed()) return;
                     continue;
                 }
                 gate_up(layer, index);
-                gather(activations_.hidden, num_rows_, shape_.intermediate_size, PART_INNER_COLUMNS);
+                const int64_t inner = shape_.feed_forward_size();
+                gather(activations_.hidden, num_rows_, inner, PART_INNER_COLUMNS);
                 if constexpr (!std::is_same_v<Element, Factor>)
                     if (!adapted_.is_empty())
-                        gather(adapted_.hidden, num_rows_, shape_.intermediate_size, PART_INNER_COLUMNS);
+                        gather(adapted_.hidden, num_rows_, inner, PART_INNER_COLUMNS);
                 add_product(DOWN, layer.down, activations_.hidden, nullptr, layer.feed_forward_output_norm,
                             {DOWN_PRODUCT, index, hidden_elements()}, ADAPT_DOWN,
                             index + 1 < shape_.num_layers ? static_cast<const Blocks*>(&(&layer)[1].qkv)
@@ -451,18 +455,30 @@ class DecoderOf final : public Decoder {
 
         // Norms the residual, for the product with `next`. Before keys and values are written, clears the groups that
         // begin in this step. Chooses experts if there is a router.
-        void norm(const float* weight, const LayerKv* kv, const Matrix<Factor>& next, const float* router = nullptr) {
+        void norm(const float* weight, const LayerKv* kv, const Matrix<Factor>& next,
+                  const Layer<Factor>* routed = nullptr) {
             each_row(NORM, num_rows_, [&](int64_t row) {
                 settle(row);
                 norm_residual(activations_.normed, row, weight, row);
                 view_row(next, activations_.normed, row);
                 if constexpr (!std::is_same_v<Element, Factor>)
                     if (has_adapter(row)) adapted_.normed.put(row, 0, scratch_.product.tile, activations_.width);
-                if (router != nullptr)
-                    activations_.routing.choose(row, scratch_.product.tile, router, activations_.width,
-                                                scratch_.scores, shape_.normalizes_experts);
+                if (routed != nullptr) route(*routed, row, scratch_.product.tile);
                 if (kv != nullptr && slots_[row] % LANES == 0) clear_values<Element>(*kv, slots_[row]);
             });
+        }
+
+        // Chooses the experts of a normed row `x`.
+        void route(const Layer<Factor>& layer, int64_t row, const float* x) {
+            const Router router{layer.router,
+                                layer.router_correction,
+                                shape_.has_sigmoid_router != 0,
+                                shape_.normalizes_experts != 0,
+                                shape_.router_epsilon,
+                                shape_.router_scale};
+            const Routing& routing = activations_.routing;
+            routing.choose(row, x, router, activations_.width, scratch_.scores, scratch_.corrected);
+            if (layer.shared_gate != nullptr) routing.weigh_shared(row, x, layer.shared_gate, activations_.width);
         }
 
         // Without a weight, the residual itself is copied.
@@ -713,22 +729,25 @@ class DecoderOf final : public Decoder {
             const Change change{GATE_UP_PRODUCT, index, normed_elements()};
             adapted_product(GATE_UP, change, layer.gate_up, activations_.normed, &layer.down,
                             [&](int64_t block, int64_t row, int num_rows, float* tile) {
-                                activate(index, block, row, num_rows, tile);
+                                activate(index, activations_.hidden, block, row, num_rows, tile);
                             });
         }
 
-        // `index` is the layer whose adapters apply to the rows, or NO_LAYER.
-        void activate(int64_t index, int64_t block, int64_t row, int num_rows, float* tile) {
+        // `index` is the layer whose adapters apply to the rows, or NO_LAYER. Writes to `hidden`.
+        void activate(int64_t index, const Rows<Factor>& hidden, int64_t block, int64_t row, int num_rows,
+                      float* tile) {
             if (shape_.has_gelu)
-                activate<true>(index, block, row, num_rows, tile);
+                activate<true>(index, hidden, block, row, num_rows, tile);
             else
-                activate<false>(index, block, row, num_rows, tile);
+                activate<false>(index, hidden, block, row, num_rows, tile);
         }
 
         template <bool HAS_GELU>
-        void activate(int64_t index, int64_t block, int64_t row, int num_rows, float* tile) {
+        void activate(int64_t index, const Rows<Factor>& to, int64_t block, int64_t row, int num_rows, float* tile) {
             constexpr int64_t COLUMNS = GATE_BLOCKS<Factor> * BLOCK_COLUMNS;
-            const int64_t first = shape_.inner_columns().first + block / 2 * BLOCK_COLUMNS;
+            // Of several ranks all feed-forward layers have the same size.
+            const int64_t first =
+                shape_.inner_columns(shape_.intermediate_size).first + block / 2 * BLOCK_COLUMNS;
             for (int i = 0; i < num_rows; ++i) {
                 alignas(64) float hidden[COLUMNS];
                 float* const gate = tile + i * 2 * COLUMNS;
@@ -738,10 +757,34 @@ class DecoderOf final : public Decoder {
                     const float* both = gate + c / BLOCK_COLUMNS * 2 * BLOCK_COLUMNS + c % BLOCK_COLUMNS;
                     store(hidden + c, gated<Element, HAS_GELU>(load(both), load(both + BLOCK_COLUMNS)));
                 }
-                activations_.hidden.put(row + i, first, hidden, COLUMNS);
+                to.put(row + i, first, hidden, COLUMNS);
                 if constexpr (!std::is_same_v<Element, Factor>)
                     if (is_adapted) adapted_.hidden.put(row + i, first, hidden, COLUMNS);
             }
+        }
+
+        // residual += what the expert yields that all rows share, by its weight for the row
+        void add_shared_expert(const Layer<Factor>& layer) {
+            product(GATE_UP, layer.gate_up, activations_.normed, num_rows_, &layer.down,
+                    [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                        activate(NO_LAYER, activations_.hidden, block, row, num_rows, tile);
+                    });
+            if (!decoder_.weights_.views(layer.down).empty())
+                each_row(DOWN, num_rows_, [&](int64_t row) { view_row(layer.down, activations_.hidden, row); });
+            product(DOWN, layer.down, activations_.hidden, num_rows_, nullptr,
+                    [&](int64_t block, int64_t row, int num_rows, const float* tile) {
+                        const int64_t first = block * BLOCK_COLUMNS;
+                        const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
+                        for (int i = 0; i < num_rows; ++i) {
+                            float* const to = activations_.residual + (row + i) * activations_.width + first;
+                            const float weight = layer.shared_gate == nullptr
+                                                     ? 1.0f
+                                                     : activations_.routing.shared_weights[row + i];
+                            for (int64_t c = 0; c < columns; c += WIDTH)
+                                store(to + c, fused_add(load(to + c), load(tile + i * BLOCK_COLUMNS + c),
+                                                        all(weight * shape_.residual_scale)));
+                        }
+                    });
         }
 
         // Leaves in `delta` what each row's experts yield; of several ranks each adds its columns to the residual.
@@ -754,12 +797,12 @@ class DecoderOf final : public Decoder {
             });
             each_expert(GATE_UP, layer, &FeedForward<Factor>::gate_up, activations_.gathered,
                         [&](int64_t block, int64_t row, int num_rows, float* tile) {
-                            activate(NO_LAYER, block, row, num_rows, tile);
+                            activate(NO_LAYER, activations_.expert_hidden, block, row, num_rows, tile);
                         });
-            gather(activations_.hidden, num_rows_ * routing.num_choices, shape_.intermediate_size,
+            gather(activations_.expert_hidden, num_rows_ * routing.num_choices, shape_.intermediate_size,
                    PART_INNER_COLUMNS);
             const auto [own_first, own_count] = shape_.hidden_columns();
-            each_expert(DOWN, layer, &FeedForward<Factor>::down, activations_.hidden,
+            each_expert(DOWN, layer, &FeedForward<Factor>::down, activations_.expert_hidden,
                         [&, first_column = own_first](int64_t block, int64_t row, int num_rows, const float* tile) {
                             const int64_t first = first_column + block * BLOCK_COLUMNS;
                             const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);

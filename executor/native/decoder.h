@@ -49,11 +49,16 @@ struct DecoderShape {
     int64_t has_qkv_bias, has_output_bias, has_input_norms, has_output_norms, has_gelu;
     int64_t head_norms;                 // HeadNorms
     int64_t num_ranks, rank, all_kv_heads;
+    // Of the layers without experts, and of the expert that all rows of a layer use; 0 without such.
+    int64_t dense_size, shared_size;
+    int64_t has_sigmoid_router, has_router_correction, has_shared_gate;
     int64_t has_output_gate;            // each query has a gate behind it, for what its head yields
     MixerShape mixer;                   // of the recurrent layers
     float norm_epsilon, attention_scale, softcap, embedding_scale, residual_scale, logit_scale, logit_softcap;
+    float router_epsilon, router_scale;
     const int64_t* sliding_windows;     // [num_layers], 0: none
     const int64_t* layer_ropes;         // [num_layers]
+    const int64_t* has_experts;         // [num_layers], whether a layer has experts, if the model has
     const int64_t* is_recurrent;        // [num_layers], whether a layer has a mixer in place of attention
     const float* inverse_frequencies;   // [num_ropes, rotary_dim / 2]
     const float* rope_scalings;         // [num_ropes]
@@ -80,6 +85,9 @@ struct DecoderShape {
         return std::max(mixer_columns(), has_output_gate ? num_heads * head_dim : 0);
     }
 
+    // Of the feed-forward layers that are not of experts: all if there are none, else 0 for none.
+    int64_t feed_forward_size() const { return num_experts == 0 ? intermediate_size : std::max(dense_size, shared_size); }
+
     // Columns of a matrix that a rank computes. All parts are equal, except that the last ones may be smaller or empty.
     ColumnRange columns_of(int64_t of_rank, int64_t columns, int64_t multiple = PART_COLUMNS) const {
         const int64_t part = part_of(columns, multiple), first = std::min(columns, of_rank * part);
@@ -89,7 +97,7 @@ struct DecoderShape {
         return num_ranks == 1 ? columns : round_up((columns + num_ranks - 1) / num_ranks, multiple);
     }
     ColumnRange hidden_columns() const { return columns_of(rank, hidden_size); }
-    ColumnRange inner_columns() const { return columns_of(rank, intermediate_size, PART_INNER_COLUMNS); }
+    ColumnRange inner_columns(int64_t size) const { return columns_of(rank, size, PART_INNER_COLUMNS); }
     ColumnRange vocabulary_columns() const { return columns_of(rank, vocabulary_size); }
 };
 
@@ -148,7 +156,7 @@ struct Activations {
     Rows<Element> mixed;         // what a mixer yields,
     Rows<Factor> mixed_factors;  // and the same as factors
     Routing routing;
-    Rows<Factor> gathered;  // `normed` by expert, as is `hidden` then
+    Rows<Factor> gathered, expert_hidden;  // `normed` and `hidden` by expert
 
     void reserve(const DecoderShape& shape, int64_t num_tokens) {
         if (num_tokens <= capacity) return;
@@ -183,9 +191,10 @@ struct Activations {
             last = take_rows<Element>(cursor, capacity, shape.hidden_size);
         }
         if (shape.projected_numbers() > 0) place_projected(shape, cursor);
-        hidden = take_rows<Factor>(cursor, num_hidden, shape.intermediate_size);
+        hidden = take_rows<Factor>(cursor, capacity, shape.feed_forward_size());
         if (shape.num_experts == 0) return;
         gathered = take_rows<Factor>(cursor, num_hidden, shape.hidden_size);
+        expert_hidden = take_rows<Factor>(cursor, num_hidden, shape.intermediate_size);
         routing.place(cursor, capacity, shape.num_experts_per_token);
     }
 

@@ -35,6 +35,8 @@ enum Packed {
     PACK_EXPERT_GATE_UP,  // of the expert `layer % num_experts` of a layer, `layer / num_experts`
     PACK_EXPERT_DOWN,
     PACK_MIXER,  // `MixerVectors`. The projections of a mixer are QKV and output.
+    PACK_ROUTER_CORRECTION,
+    PACK_SHARED_GATE,
 };
 
 template <class Factor>
@@ -43,13 +45,14 @@ struct FeedForward {
 };
 
 // Vectors that a model has not are null, and matrices empty: a layer has a feed-forward layer, or a router
-// `[num_experts, width]` and experts. The norms are those before and after attention, and before and after the
+// `[num_experts, width]` and experts; then its feed-forward layer, if there is one, is the expert that all rows share.
+// The norms are those before and after attention, and before and after the
 // feed-forward layer.
 template <class Factor>
 struct Layer : FeedForward<Factor> {
     Matrix<Factor> qkv, output;  // the projections before and after attention or a mixer
     std::vector<FeedForward<Factor>> experts;
-    float* router = nullptr;
+    float *router = nullptr, *router_correction = nullptr, *shared_gate = nullptr;
     float *input_norm, *attention_output_norm, *post_attention_norm, *feed_forward_output_norm;
     float *query_norm, *key_norm, *qkv_bias, *output_bias;
     float* mixer = nullptr;
@@ -71,7 +74,8 @@ class PackedWeights {
           head_blocks(round_up(shape.head_dim, BLOCK_COLUMNS) / BLOCK_COLUMNS),
           layers(shape.num_layers),
           shape_(shape),
-          is_recurrent_(shape.is_recurrent, shape.is_recurrent + shape.num_layers) {}
+          is_recurrent_(shape.is_recurrent, shape.is_recurrent + shape.num_layers),
+          has_experts_(shape.has_experts, shape.has_experts + shape.num_layers) {}
 
     // Announces a part of a matrix that has codes, before memory is allocated.
     void declare(int64_t layer, int64_t part, const CodedPart& coded) {
@@ -160,13 +164,13 @@ class PackedWeights {
             Layer<Factor>& layer = layers[index];
             layer.qkv = place_matrix<Factor>(cursor, index, PACK_QKV);
             layer.output = place_matrix<Factor>(cursor, index, PACK_OUTPUT);
-            layer.experts.resize(shape_.num_experts);
-            for (int64_t i = 0; i < shape_.num_experts; ++i) {
+            layer.experts.resize(num_experts(index));
+            for (int64_t i = 0; i < num_experts(index); ++i) {
                 const int64_t expert = index * shape_.num_experts + i;
                 layer.experts[i].gate_up = place_matrix<Factor>(cursor, expert, PACK_EXPERT_GATE_UP);
                 layer.experts[i].down = place_matrix<Factor>(cursor, expert, PACK_EXPERT_DOWN);
             }
-            if (shape_.num_experts == 0) {
+            if (inner_size(index, PACK_GATE_UP) > 0) {
                 layer.gate_up = place_matrix<Factor>(cursor, index, PACK_GATE_UP);
                 layer.down = place_matrix<Factor>(cursor, index, PACK_DOWN);
             }
@@ -182,11 +186,22 @@ class PackedWeights {
             layer.output_bias = vector(shape_.has_output_bias, width);
             // Vectors of a mixer are read in whole lanes.
             layer.mixer = vector(is_recurrent(index), shape_.mixer.vector_numbers() + LANES);
-            layer.router = vector(shape_.num_experts > 0, shape_.num_experts * round_up(hidden, LANES));
+            const bool has_experts = num_experts(index) > 0;
+            layer.router = vector(has_experts, shape_.num_experts * round_up(hidden, LANES));
+            layer.router_correction = vector(has_experts && shape_.has_router_correction, shape_.num_experts);
+            layer.shared_gate = vector(has_experts && shape_.has_shared_gate, width);
         }
     }
 
     bool is_recurrent(int64_t layer) const { return is_recurrent_[layer] != 0; }
+    int64_t num_experts(int64_t layer) const { return has_experts_[layer] ? shape_.num_experts : 0; }
+
+    // Of a feed-forward layer, or of an expert.
+    int64_t inner_size(int64_t layer, int64_t part) const {
+        if (shape_.num_experts == 0 || part == PACK_EXPERT_GATE_UP || part == PACK_EXPERT_DOWN)
+            return shape_.intermediate_size;
+        return has_experts_[layer] ? shape_.shared_size : shape_.dense_size;
+    }
 
     int64_t qkv_columns(int64_t layer) const {
         return is_recurrent(layer) ? shape_.mixer.columns() : shape_.qkv_heads() * shape_.head_dim;
@@ -204,7 +219,6 @@ class PackedWeights {
     // Of the columns that this rank has.
     MatrixSize size_of(int64_t layer, int64_t part) const {
         const int64_t hidden = shape_.hidden_size, columns = shape_.hidden_columns().count;
-        const int64_t inner = shape_.inner_columns().count;
         switch (part) {
             case PACK_HEAD: return {shape_.vocabulary_columns().count, hidden, HEAD_BLOCKS};
             case PACK_QKV:
@@ -214,8 +228,9 @@ class PackedWeights {
                 return {columns, is_recurrent(layer) ? shape_.mixer.depth() : shape_.attention_depth(), 1};
             case PACK_GATE_UP:
             case PACK_EXPERT_GATE_UP:
-                return {2 * round_up(inner, GATE_BLOCKS<Factor> * BLOCK_COLUMNS), hidden, 2 * GATE_BLOCKS<Factor>};
-            default: return {columns, shape_.intermediate_size, 1};
+                return {2 * round_up(shape_.inner_columns(inner_size(layer, part)).count, GATE_BLOCKS<Factor> * BLOCK_COLUMNS), hidden,
+                        2 * GATE_BLOCKS<Factor>};
+            default: return {columns, inner_size(layer, part), 1};
         }
     }
 
@@ -235,7 +250,7 @@ class PackedWeights {
             // Blocks of the gate and of the up projection alternate.
             case PACK_GATE_UP:
             case PACK_EXPERT_GATE_UP: {
-                const int64_t inner = shape_.inner_columns().count, index = column % inner;
+                const int64_t inner = shape_.inner_columns(inner_size(layer, part)).count, index = column % inner;
                 return (2 * (index / BLOCK_COLUMNS) + column / inner) * BLOCK_COLUMNS + index % BLOCK_COLUMNS;
             }
             default: return column;
@@ -278,13 +293,15 @@ class PackedWeights {
             case PACK_QUERY_NORM: return {layer.query_norm, head_norm_size(shape_.num_ranks * shape_.num_heads)};
             case PACK_KEY_NORM: return {layer.key_norm, head_norm_size(shape_.all_kv_heads)};
             case PACK_QKV_BIAS: return {layer.qkv_bias, qkv_columns(index)};
+            case PACK_ROUTER_CORRECTION: return {layer.router_correction, shape_.num_experts};
+            case PACK_SHARED_GATE: return {layer.shared_gate, hidden};
             case PACK_MIXER: return {layer.mixer, shape_.mixer.vector_numbers()};
             default: return {layer.output_bias, hidden};
         }
     }
 
     const DecoderShape shape_;
-    const std::vector<int64_t> is_recurrent_;
+    const std::vector<int64_t> is_recurrent_, has_experts_;
     std::map<std::pair<int64_t, int64_t>, Mixture> mixtures_;  // by layer and part
     std::unique_ptr<Arena> arena_;
 };

@@ -26,7 +26,6 @@ from torch.nn import functional
 # The boundary of a slot is less than two chunks before the last position.
 from inflight.common.model_files.recurrent import DELTA_GRID as GRID
 from inflight.common.model_files.recurrent import DELTA_PLACES as NUM_PLACES
-from inflight.executor.checkpoint.quantized_weight import dense_matrix
 from inflight.executor.recurrent.mixer import MixerShape, MixerWeights, StateSizes, StateStep
 from inflight.executor.recurrent.short_conv import ConvMemory, convolve
 
@@ -239,7 +238,7 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, source: Any) -> None:
         super().__init__()
-        projections = _divided(source) if hasattr(source, "in_proj_qkvz") else _as_they_are(source)
+        projections: tuple[Any, ...] = _divided(source) if hasattr(source, "in_proj_qkvz") else _as_they_are(source)
         self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a = projections
         self.norm, self.out_proj = source.norm, source.out_proj
         self._key_heads, self._heads = source.num_k_heads, source.num_v_heads
@@ -311,7 +310,8 @@ def _divided(source: Any) -> tuple[nn.Linear, ...]:
         (source.in_proj_qkvz, (key_dim, key_dim, values, values)),
         (source.in_proj_ba, (group, group)),
     ):
-        weight = dense_matrix(linear.weight, source.dt_bias.dtype).detach()
+        matrix: Any = linear.weight
+        weight = matrix.detach() if isinstance(matrix, Tensor) else matrix.dequantized().to(source.dt_bias.dtype)
         rows += [part.flatten(0, 1) for part in weight.unflatten(0, (key_heads, -1)).split(sizes, 1)]
     queries, keys, of_values, z, b, a = rows
     return tuple(_linear(weight) for weight in (torch.cat((queries, keys, of_values)), z, b, a))

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 # By `model_type` of the configuration of the decoder: the kinds of its layers, as in `layer_types`, that are recurrent.
-RECURRENT_LAYERS = {"lfm2": frozenset({"conv"}), "qwen3_5_text": frozenset({"linear_attention"})}
+SHORT_CONVOLUTIONS = ("lfm2", "lfm2_moe")
+GATED_DELTA_NETS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+RECURRENT_LAYERS = {
+    **dict.fromkeys(SHORT_CONVOLUTIONS, frozenset({"conv"})),
+    **dict.fromkeys(GATED_DELTA_NETS, frozenset({"linear_attention"})),
+}
 # Architectures of GGUF files that are refused.
-RECURRENT_GGUF = frozenset({"lfm2", "qwen35"})
+RECURRENT_GGUF = frozenset({"lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen3next"})
 # Of a gated delta net: tokens between two boundaries, and positions that a slot keeps behind one.
 DELTA_GRID = 64
 DELTA_PLACES = 2 * DELTA_GRID
@@ -41,7 +46,7 @@ def recurrent_shape(config: Mapping[str, Any], num_layers: int) -> RecurrentShap
     hidden, num_heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     head_dim = int(config.get("head_dim") or hidden // num_heads)
     attention = 2 * hidden * head_dim * (num_heads + int(config.get("num_key_value_heads") or num_heads))
-    if kind == "lfm2":
+    if kind in SHORT_CONVOLUTIONS:
         count = _layer_types(config, num_layers).count("conv")
         num_inputs = count * (int(config.get("conv_L_cache") or 3) - 1) * hidden
         return RecurrentShape(count, num_inputs, 0, 0, 1, count * (4 * hidden**2 - attention))
@@ -70,7 +75,7 @@ DELTA_HEADS = (("linear_num_value_heads", 32), ("linear_num_key_heads", 16))
 def _layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]:
     if given := config.get("layer_types"):
         return list(given[:num_layers])
-    if config["model_type"] == "lfm2":
+    if config["model_type"] in SHORT_CONVOLUTIONS:
         attention = config.get("full_attn_idxs") or range(num_layers)
         return ["full_attention" if layer in attention else "conv" for layer in range(num_layers)]
     interval = int(config.get("full_attention_interval") or 4)

@@ -9,7 +9,7 @@ access. Matrices of a quantized checkpoint are as `inflight.executor.formats` ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from inflight.executor.attention.transformers_hook import Layer
 from inflight.executor.checkpoint.expert_matrices import ExpertMatrices, alternates
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
 from inflight.executor.checkpoint.quantized_weight import Matrix
+from inflight.executor.recurrent.mixer import MixerShape, MixerWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +41,29 @@ class Family:
     `norm_offset` is added to the weights of norms. `has_multipliers`: the configuration multiplies embeddings, what is
     added to the residual stream, and logits. `caps_logits`: the configuration has a soft cap of logits. `is_rotated`
     tells from the attention of a layer whether it has a rotary embedding. `has_sigmoid_router`: experts are weighted by
-    the sigmoids of their scores, not by the softmax of all. `has_clamped_gates`: the activation of experts is
-    `CLAMPED`.
+    the sigmoids of their scores, not by the softmax of all, and `router_epsilon` is added to the sum of the weights of
+    a token, by which they are divided. `has_clamped_gates`: the activation of experts is `CLAMPED`. `has_output_gate`:
+    the projection of queries yields a gate behind each query.
     """
 
     norms: Norms = Norms()
     norm_offset: float = 0.0
-    activation_name: str = "hidden_act"
+    activation_name: str | None = "hidden_act"
+    final_norm: str = "norm"
     has_multipliers: bool = False
     caps_logits: bool = False
     is_rotated: Callable[[Any], bool] = lambda attention: True
     has_sigmoid_router: bool = False
     has_clamped_gates: bool = False
+    router_epsilon: float = 0.0
+    has_output_gate: bool = False
 
 
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 AROUND = Norms("input_layernorm", AFTER.attention_output, "pre_feedforward_layernorm", AFTER.feed_forward_output)
 GEMMA = Family(AROUND, norm_offset=1.0, activation_name="hidden_activation", caps_logits=True)
+LFM2 = Family(Norms("operator_norm", None, "ffn_norm", None), activation_name=None, final_norm="embedding_norm")
+QWEN3_5 = Family(norm_offset=1.0, has_output_gate=True)
 FAMILIES = {
     "Exaone4ForCausalLM": Family(
         AFTER, is_rotated=lambda attention: not attention.sliding_window or attention.is_sliding
@@ -67,6 +74,8 @@ FAMILIES = {
     "GptOssForCausalLM": Family(has_clamped_gates=True),
     "GraniteForCausalLM": Family(has_multipliers=True),
     "GraniteMoeForCausalLM": Family(has_multipliers=True),
+    "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": replace(LFM2, has_sigmoid_router=True, router_epsilon=1e-6),
     "LlamaForCausalLM": Family(),
     "MiniMaxM2ForCausalLM": Family(has_sigmoid_router=True),
     "Ministral3ForCausalLM": Family(),
@@ -80,10 +89,18 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": Family(),
     "Qwen3ForCausalLM": Family(),
     "Qwen3MoeForCausalLM": Family(),
+    "Qwen3NextForCausalLM": QWEN3_5,
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5,
     "SeedOssForCausalLM": Family(),
     "SmolLM3ForCausalLM": Family(is_rotated=lambda attention: bool(attention.use_rope)),
 }
 SILU, GELU_TANH, CLAMPED = "silu", "gelu_pytorch_tanh", "clamped"
+# Names of a layer's feed-forward layer, or of its router with the experts; and of what is in place of attention.
+FEED_FORWARDS = ("block_sparse_moe", "feed_forward", "mlp")
+MIXERS = ("conv", "linear_attn")
+# Names of what is added to the weights of experts for the choice, in a router or in what has it.
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 
 
@@ -102,13 +119,14 @@ class Routing:
 
     With `has_sigmoid` the weights are sigmoids of the scores. The experts are `num_groups` groups of neighbours; the
     `num_chosen_groups` whose two largest weights, each with its correction, have the largest sums take part. `scale`
-    multiplies the weights.
+    multiplies the weights; `epsilon` is added to the sum by which those that a token chooses are divided.
     """
 
     has_sigmoid: bool = False
     num_groups: int = 1
     num_chosen_groups: int = 1
     scale: float = 1.0
+    epsilon: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +136,17 @@ class DecoderShape:
 
     `intermediate_size` is that of an expert if there are experts. Their weights are the softmax of the router's scores
     over all experts, or with `normalizes_experts` over those that a token chooses; `routing` describes other ways.
-    Beside them `shared_size` is the size of the shared expert of a layer, and `dense_size` that of the layers without
-    experts; 0 where there are none.
+    Beside them `shared_size` is the size of the shared expert of a layer, and `dense_size` that of `dense_layers`, the
+    layers without experts; 0 where there are none.
 
     A soft cap c makes `c * tanh(x / c)` of scores and logits x; None leaves them. `logit_scale` is applied before. With
     `has_sinks` the softmax of attention has one more score for each head.
 
     The activation `CLAMPED` is, of a gate g up to `gate_limit` and u between plus and minus that, g * sigmoid(
     `gate_factor` * g) * (u + 1).
+
+    The layers `recurrent_layers` have a `mixer` in place of attention; None if there are none. With `has_output_gate`
+    what a head of attention yields is multiplied by the sigmoid of its gate.
     """
 
     num_layers: int
@@ -155,6 +176,10 @@ class DecoderShape:
     has_sinks: bool = False
     gate_factor: float = 1.0
     gate_limit: float = 0.0
+    dense_layers: tuple[int, ...] = ()
+    has_output_gate: bool = False
+    recurrent_layers: tuple[int, ...] = ()
+    mixer: MixerShape | None = None
 
     @property
     def rotary_dim(self) -> int:
@@ -170,7 +195,9 @@ class LayerWeights:
     `input_norm` and `post_attention_norm` are applied to what attention and the feed-forward layer read, and
     `attention_output_norm` and `feed_forward_output_norm` to what they yield. The norms of queries and keys are those
     of one head or, as long as all heads together, of all. `qkv_parts` are the projections of queries, keys and values,
-    and `gate_up_parts` those of gate and up: separate, or one that is fused.
+    and `gate_up_parts` those of gate and up: separate, or one that is fused. Queries with gates are `[num_heads, 2,
+    head_dim]`. In a recurrent layer `qkv_parts` are the projections in front of its `mixer`, and `output` is the one
+    behind it.
 
     With experts there is a router `[num_experts, hidden_size]`, and `gate_up_parts`, which is one, and `down` have one
     dimension more, the experts, in front; those of codes have the rows of all experts, and `gate_up_order` and
@@ -204,10 +231,12 @@ class LayerWeights:
     gate_up_order: Tensor | None = None
     down_order: Tensor | None = None
     sinks: Tensor | None = None
+    mixer: MixerWeights | None = None
 
     @property
     def qkv_matrices(self) -> tuple[Matrix, ...]:
-        """Weights of queries, keys and values: together `[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]`."""
+        """Weights of queries, keys and values: together `[(num_heads + 2 * num_kv_heads) * head_dim, hidden_size]`,
+        without gates."""
         return tuple(linear.weight for linear in self.qkv_parts)
 
     @property
@@ -249,11 +278,12 @@ def read_decoder(
     head: Any = network.get_output_embeddings()
     if obstacle := _obstacle(config, family, body, head, layers) or _position_obstacle(config, context_length):
         return obstacle
+    recurrent = tuple(number for number, module in enumerate(body.layers) if not hasattr(module, "self_attn"))
     ropes, layer_ropes = _read_ropes(body, config, family)
     if any(len(rope.inverse_frequencies) != len(ropes[0].inverse_frequencies) for rope in ropes):
         return "its rotary embeddings cover different parts of a head"
     read = tuple(_read_layer(module, family) for module in body.layers)
-    final_norm = _norm_weight(body, "norm", family)
+    final_norm = _norm_weight(body, family.final_norm, family)
     assert final_norm is not None
     return DecoderWeights(
         shape=DecoderShape(
@@ -264,14 +294,17 @@ def read_decoder(
             head_dim=layers[0].shape.head_dim,
             intermediate_size=next((layer for layer in read if layer.router is not None), read[0]).down.shape[-1],
             vocabulary_size=head.weight.shape[0],
-            norm_epsilon=float(config.rms_norm_eps),
+            norm_epsilon=float(config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps),
             attention_scale=layers[0].scoring.scale,
-            sliding_windows=tuple(layer.scoring.sliding_window for layer in layers),
+            sliding_windows=_of_all(tuple(layer.scoring.sliding_window for layer in layers), recurrent),
             ropes=ropes,
             layer_ropes=layer_ropes,
             softcap=layers[0].scoring.softcap,
             has_sinks=layers[0].scoring.has_sinks,
-            **_activation(config, family),
+            **(_activation(config, family) or {}),
+            has_output_gate=family.has_output_gate,
+            recurrent_layers=recurrent,
+            mixer=next((layer.mixer.shape for layer in read if layer.mixer is not None), None),
             **_scales(config, family, body),
             **_experts(body, family),
         ),
@@ -282,9 +315,26 @@ def read_decoder(
     )
 
 
+def _of_all(windows: tuple[int | None, ...], recurrent: tuple[int, ...]) -> tuple[int | None, ...]:
+    """Returns the windows of all layers, by those of the layers with attention."""
+    of_attention = iter(windows)
+    return tuple(None if number in recurrent else next(of_attention) for number in range(len(windows) + len(recurrent)))
+
+
+def _activation(config: PretrainedConfig, family: Family) -> dict[str, Any] | None:
+    """Returns the activation of feed-forward layers, and its constants; None if no native forward pass has it."""
+    if family.has_clamped_gates:
+        factor, limit = float(config.swiglu_alpha), float(config.swiglu_limit)
+        return {"activation": CLAMPED, "gate_factor": factor, "gate_limit": limit}
+    name = SILU if family.activation_name is None else ACTIVATIONS.get(getattr(config, family.activation_name))
+    return None if name is None else {"activation": name}
+
+
 def _obstacle(config: PretrainedConfig, family: Family, body: Any, head: Any, layers: Sequence[Layer]) -> str | None:
-    if (activation := getattr(config, family.activation_name)) not in ACTIVATIONS:
-        return f"its activation is {activation}"
+    if _activation(config, family) is None:
+        return f"its activation is {getattr(config, str(family.activation_name))}"
+    if family.has_output_gate and getattr(config, "attention_bias", False):
+        return "its attention has gates and biases"
     if any(layer.shape != layers[0].shape for layer in layers):
         return "its attention differs between layers"
     if any(layer.scoring.softcap != layers[0].scoring.softcap for layer in layers):
@@ -295,7 +345,7 @@ def _obstacle(config: PretrainedConfig, family: Family, body: Any, head: Any, la
         return "the scale of its scores differs between layers"
     if getattr(config, "clip_qkv", None) is not None:
         return "its queries, keys and values are clipped"
-    if any(getattr(_feed_forward(module).down_proj, "bias", None) is not None for module in body.layers):
+    if any(getattr(_down(_feed_forward(module)), "bias", None) is not None for module in body.layers):
         return "its feed-forward layers have biases"
     return None if head.bias is None else "its output layer has a bias"
 
@@ -340,7 +390,9 @@ def _experts(body: Any, family: Family) -> dict[str, Any]:
     if not blocks:
         return {}
     router, shared = _router(blocks[0]), _shared(blocks[0])
-    dense = [_block(module) for module in body.layers if not hasattr(_block(module), "experts")]
+    dense = {
+        number: _block(module) for number, module in enumerate(body.layers) if not hasattr(_block(module), "experts")
+    }
     return {
         "num_experts": router.num_experts,
         "num_experts_per_token": router.top_k,
@@ -350,15 +402,17 @@ def _experts(body: Any, family: Family) -> dict[str, Any]:
             getattr(router, "num_group", 1),
             getattr(router, "topk_group", 1),
             float(getattr(router, "routed_scaling_factor", 1.0)),
+            family.router_epsilon,
         ),
         "shared_size": 0 if shared is None else shared.down_proj.weight.shape[1],
-        "dense_size": dense[0].down_proj.weight.shape[1] if dense else 0,
+        "dense_size": next((_down(block).weight.shape[1] for block in dense.values()), 0),
+        "dense_layers": tuple(dense),
     }
 
 
 def _block(module: Any) -> Any:
     """Returns the feed-forward layer of a layer, or the router with the experts."""
-    return module.block_sparse_moe if hasattr(module, "block_sparse_moe") else module.mlp
+    return next(getattr(module, name) for name in FEED_FORWARDS if hasattr(module, name))
 
 
 def _router(block: Any) -> Any:
@@ -378,7 +432,7 @@ def _feed_forward(module: Any) -> Any:
 
 def _read_ropes(body: Any, config: PretrainedConfig, family: Family) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
     """Returns the rotary embeddings, and which of them each layer uses."""
-    rotary = body.rotary_emb
+    rotary = body.rotary_emb if hasattr(body, "rotary_emb") else body.pos_emb
     ropes: tuple[Rope, ...]
     layer_ropes: tuple[int, ...]
     if hasattr(rotary, "inv_freq"):
@@ -387,7 +441,7 @@ def _read_ropes(body: Any, config: PretrainedConfig, family: Family) -> tuple[tu
         kinds = sorted(set(config.layer_types))
         ropes = tuple(_read_rope(rotary, f"{kind}_") for kind in kinds)
         layer_ropes = tuple(map(kinds.index, config.layer_types))
-    rotated = [family.is_rotated(module.self_attn) for module in body.layers]
+    rotated = [not hasattr(module, "self_attn") or family.is_rotated(module.self_attn) for module in body.layers]
     if all(rotated):
         return ropes, layer_ropes
     # A rotation by the angle 0 leaves queries and keys as they are, to the bit.
@@ -402,23 +456,50 @@ def _read_rope(rotary: Any, prefix: str) -> Rope:
 
 
 def _read_layer(module: Any, family: Family) -> LayerWeights:
-    attention, feed_forward, norms = module.self_attn, _feed_forward(module), family.norms
-    fused = getattr(attention, "qkv_proj", None)
+    feed_forward, norms = _feed_forward(module), family.norms
     return LayerWeights(
         input_norm=_norm_weight(module, norms.attention_input, family),
-        qkv_parts=(attention.q_proj, attention.k_proj, attention.v_proj) if fused is None else (fused,),
-        query_norm=_norm_weight(attention, "q_norm", family),
-        key_norm=_norm_weight(attention, "k_norm", family),
-        output=attention.o_proj.weight,
-        output_bias=attention.o_proj.bias,
+        **(_read_attention(module.self_attn, family) if hasattr(module, "self_attn") else _read_mixer(module)),
         attention_output_norm=_norm_weight(module, norms.attention_output, family),
         post_attention_norm=_norm_weight(module, norms.feed_forward_input, family),
         gate_up_parts=_gate_up_parts(feed_forward),
-        down=_weight(feed_forward.down_proj),
+        down=_weight(_down(feed_forward)),
         feed_forward_output_norm=_norm_weight(module, norms.feed_forward_output, family),
         sinks=getattr(attention, "sinks", None),
         **_read_routing(_block(module)),
     )
+
+
+def _read_attention(attention: Any, family: Family) -> dict[str, Any]:
+    """Returns the fields of `LayerWeights` that a layer with attention has."""
+    fused = getattr(attention, "qkv_proj", None)
+    output = attention.o_proj if hasattr(attention, "o_proj") else attention.out_proj
+    query_norm, key_norm = (
+        _norm_weight(
+            attention, f"{name}_layernorm" if hasattr(attention, f"{name}_layernorm") else f"{name}_norm", family
+        )
+        for name in ("q", "k")
+    )
+    return {
+        "qkv_parts": (attention.q_proj, attention.k_proj, attention.v_proj) if fused is None else (fused,),
+        "query_norm": query_norm,
+        "key_norm": key_norm,
+        "output": output.weight,
+        "output_bias": output.bias,
+    }
+
+
+def _read_mixer(module: Any) -> dict[str, Any]:
+    """Returns the same of a recurrent layer, whose module has been replaced (`RecurrentLayer`)."""
+    mixer: MixerWeights = next(getattr(module, name) for name in MIXERS if hasattr(module, name)).mixer.weights()
+    return {
+        "qkv_parts": mixer.inputs,
+        "query_norm": None,
+        "key_norm": None,
+        "output": mixer.output.weight,
+        "output_bias": mixer.output.bias,
+        "mixer": mixer,
+    }
 
 
 def _read_routing(block: Any) -> dict[str, Any]:
@@ -426,7 +507,9 @@ def _read_routing(block: Any) -> dict[str, Any]:
     if not hasattr(block, "experts"):
         return {}
     router, shared, gate = _router(block), _shared(block), getattr(block, "shared_expert_gate", None)
-    correction = getattr(router, "e_score_correction_bias", getattr(block, "e_score_correction_bias", None))
+    correction = next(
+        (getattr(one, name) for one in (router, block) for name in CORRECTIONS if hasattr(one, name)), None
+    )
     experts = block.experts
     gate_up_bias = getattr(experts, "gate_up_proj_bias", None)
     if gate_up_bias is not None and alternates(experts):
@@ -446,8 +529,14 @@ def _read_routing(block: Any) -> dict[str, Any]:
 
 
 def _gate_up_parts(feed_forward: Any) -> tuple[Matrix, ...]:
+    if hasattr(feed_forward, "w1"):
+        return feed_forward.w1.weight, feed_forward.w3.weight
     fused = getattr(feed_forward, "gate_up_proj", None)
     return (feed_forward.gate_proj.weight, feed_forward.up_proj.weight) if fused is None else (_weight(fused),)
+
+
+def _down(feed_forward: Any) -> Any:
+    return feed_forward.w2 if hasattr(feed_forward, "w2") else feed_forward.down_proj
 
 
 def _weight(linear: Any) -> Any:

@@ -22,15 +22,23 @@ from torch import Tensor
 from inflight.common.machine import return_free_memory
 from inflight.executor.adapters.weights import AdapterMatrix, AdapterWeights
 from inflight.executor.attention.backend import LayerKv
-from inflight.executor.checkpoint.decoder_weights import CLAMPED, GELU_TANH, DecoderShape, DecoderWeights, Routing
+from inflight.executor.checkpoint.decoder_weights import (
+    CLAMPED,
+    GELU_TANH,
+    DecoderShape,
+    DecoderWeights,
+    LayerWeights,
+)
 from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, dense_matrix
 from inflight.executor.checkpoint.shards import WHOLE, Shard
 from inflight.executor.cpu.coded_weights import CodedWeight, encode, is_supported
 from inflight.executor.cpu.logits import address, addresses_of
+from inflight.executor.cpu.states import MixerLayout, NativeStates, mixer_layout
 from inflight.executor.cpu.streams import DEFAULT_STREAM, TRIAL_BYTES, TrialShape, WeightStream, choose_stream
 from inflight.executor.native.library import NativeLibrary
 from inflight.executor.native.memory import huge_zeros
 from inflight.executor.native.pool import NativePool
+from inflight.executor.recurrent.mixer import MixerWeights
 from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling_columns import SamplingBatch
 
@@ -65,6 +73,9 @@ class Packed(IntEnum):
     ROUTER = 15
     EXPERT_GATE_UP = 16
     EXPERT_DOWN = 17
+    MIXER = 18
+    ROUTER_CORRECTION = 19
+    SHARED_GATE = 20
 
 
 class HeadNorms(IntEnum):
@@ -87,6 +98,8 @@ class DecoderForm:
     has_input_norms: bool
     has_output_norms: bool
     head_norms: HeadNorms
+    has_router_correction: bool = False
+    has_shared_gate: bool = False
     expands_quantized: bool = False
 
 
@@ -98,16 +111,17 @@ def unsupported_reason(shape: DecoderShape) -> str | None:
         return f"heads of {shape.head_dim} numbers are larger than 512"
     if max(shape.hidden_size, shape.num_heads * shape.head_dim) > MAX_WIDTH:
         return f"rows of more than {MAX_WIDTH} numbers are not supported"
-    if shape.dense_size:
-        return "some of its layers have experts and others have not"
-    if shape.shared_size:
-        return "it has a shared expert"
-    if shape.routing != Routing():
-        return "its router is not a softmax alone"
+    if shape.routing.num_groups > 1:
+        return "its router chooses among groups of experts"
     if shape.activation == CLAMPED:
         return "its experts have clamped gates and biases"
     if shape.has_sinks:
         return "it has attention sinks"
+    mixer = shape.mixer
+    if mixer is not None and (mixer.key_dim % LANES or mixer.value_dim % LANES):
+        return f"heads of {mixer.key_dim} and {mixer.value_dim} numbers are not multiples of {LANES}"
+    if mixer is not None and mixer.depth > MAX_WIDTH:
+        return f"rows of more than {MAX_WIDTH} numbers are not supported"
     return None
 
 
@@ -133,6 +147,12 @@ class NativeDecoder:
         self.form = form
         self.shard = shard
         self._has_window = [window is not None for window in form.shape.sliding_windows]
+        mixer, recurrent = form.shape.mixer, form.shape.recurrent_layers
+        # The memory of recurrent layers; None if there are none.
+        self.states = None if mixer is None else NativeStates(mixer, recurrent, form.shape.num_layers, form.dtype)
+        # The place of each layer's KV; None if it has none.
+        places = iter(range(form.shape.num_layers))
+        self._kv_places = [None if layer in recurrent else next(places) for layer in range(form.shape.num_layers)]
         self.all_gather: Any = None
         self.shared_parts: int | None = None
         self.stream = stream or stream_for(library, pool, form)
@@ -285,7 +305,9 @@ class NativeDecoder:
 
     def _run(self, batch: StepBatch, kv: tuple[LayerKv, ...], **results: int | None) -> None:
         assert self.shard.num_ranks == 1 or self.all_gather is not None or self.shared_parts is not None
-        count = len(kv)
+        count = self.form.shape.num_layers
+        layers = [None if place is None else kv[place] for place in self._kv_places]
+        states = None if self.states is None else self.states.of_step(batch)
         windows = batch.for_windows
         slots = batch.slot_mapping.data_ptr(), windows.slot_mapping.data_ptr()
         tables = batch.block_tables.data_ptr(), windows.block_tables.data_ptr()
@@ -298,14 +320,15 @@ class NativeDecoder:
             block_tables=(c_void_p * count)(*self._of_layers(tables)),
             table_rows=batch.table_rows.data_ptr(),
             logit_rows=batch.logit_rows.data_ptr(),
-            keys=(c_void_p * count)(*(layer.keys.data_ptr() for layer in kv)),
-            values=(c_void_p * count)(*(layer.values.data_ptr() for layer in kv)),
-            is_int8=(c_int64 * count)(*(layer.is_int8 for layer in kv)),
+            keys=(c_void_p * count)(*(None if layer is None else layer.keys.data_ptr() for layer in layers)),
+            values=(c_void_p * count)(*(None if layer is None else layer.values.data_ptr() for layer in layers)),
+            is_int8=(c_int64 * count)(*(layer is not None and layer.is_int8 for layer in layers)),
             adapter_slots=None if batch.adapter_slots is None else batch.adapter_slots.data_ptr(),
             part_seconds=self.part_seconds.ctypes.data,
             processor_seconds=None if self.processor_seconds is None else self.processor_seconds.ctypes.data,
             all_gather=None if self.all_gather is None else ctypes.cast(self.all_gather, c_void_p),
             shared_parts=self.shared_parts,
+            states=None if states is None else ctypes.addressof(states),
             num_tokens=batch.num_tokens,
             num_sequences=batch.num_sequences,
             num_logits=batch.logit_rows.shape[0],
@@ -322,16 +345,20 @@ class NativeDecoder:
 
 def form_of(weights: DecoderWeights, dtype: torch.dtype, has_int8_weights: bool) -> DecoderForm:
     """Returns the form in which these weights are packed."""
-    layer = weights.layers[0]
+    layers = weights.layers
+    # Recurrent layers have no norms of heads, and biases of their own. A bias that a layer has not is 0.
+    query_norm = next((layer.query_norm for layer in layers if layer.mixer is None), None)
     return DecoderForm(
         weights.shape,
         dtype,
         has_int8_weights,
-        has_qkv_bias=layer.has_qkv_bias,
-        has_output_bias=layer.output_bias is not None,
-        has_input_norms=layer.input_norm is not None,
-        has_output_norms=layer.attention_output_norm is not None,
-        head_norms=_head_norms(layer.query_norm, weights.shape),
+        has_qkv_bias=any(layer.has_qkv_bias for layer in layers),
+        has_output_bias=any(layer.output_bias is not None for layer in layers),
+        has_input_norms=layers[0].input_norm is not None,
+        has_output_norms=layers[0].attention_output_norm is not None,
+        head_norms=_head_norms(query_norm, weights.shape),
+        has_router_correction=any(layer.router_correction is not None for layer in layers),
+        has_shared_gate=any(layer.shared_gate is not None for layer in layers),
     )
 
 
@@ -355,6 +382,8 @@ def _layout(form: DecoderForm, shard: Shard) -> tuple[_Shape, tuple[Any, ...]]:
     shape = shard.shape(form.shape)
     windows = np.array([window or 0 for window in shape.sliding_windows], np.int64)
     layer_ropes = np.array(shape.layer_ropes, np.int64)
+    has_experts = np.array([layer not in shape.dense_layers for layer in range(shape.num_layers)], np.int64)
+    is_recurrent = np.array([layer in shape.recurrent_layers for layer in range(shape.num_layers)], np.int64)
     frequencies = np.array([rope.inverse_frequencies for rope in shape.ropes], np.float32)
     scalings = np.array([rope.scaling for rope in shape.ropes], np.float32)
     layout = _Shape(
@@ -366,13 +395,24 @@ def _layout(form: DecoderForm, shard: Shard) -> tuple[_Shape, tuple[Any, ...]]:
         shard.num_ranks,
         shard.rank,
         form.shape.num_kv_heads,
+        shape.dense_size,
+        shape.shared_size,
+        shape.routing.has_sigmoid,
+        form.has_router_correction,
+        form.has_shared_gate,
+        shape.has_output_gate,
+        mixer_layout(shape.mixer),
         *(getattr(shape, name) or 0.0 for name in _SHAPE_FACTORS),
+        shape.routing.epsilon,
+        shape.routing.scale,
         windows.ctypes.data,
         layer_ropes.ctypes.data,
+        has_experts.ctypes.data,
+        is_recurrent.ctypes.data,
         frequencies.ctypes.data,
         scalings.ctypes.data,
     )
-    return layout, (windows, layer_ropes, frequencies, scalings)
+    return layout, (windows, layer_ropes, has_experts, is_recurrent, frequencies, scalings)
 
 
 def _vectors(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packed, Tensor]]:
@@ -384,15 +424,28 @@ def _vectors(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packe
             (Packed.POST_ATTENTION_NORM, layer.post_attention_norm),
             (Packed.QUERY_NORM, layer.query_norm),
             (Packed.KEY_NORM, layer.key_norm),
-            (Packed.QKV_BIAS, None if layer.qkv_bias is None else shard.qkv_bias(weights.shape, layer.qkv_bias)),
+            (Packed.QKV_BIAS, _qkv_bias(weights, layer, shard)),
             (Packed.OUTPUT_BIAS, layer.output_bias),
             (Packed.ATTENTION_OUTPUT_NORM, layer.attention_output_norm),
             (Packed.FEED_FORWARD_OUTPUT_NORM, layer.feed_forward_output_norm),
             (Packed.ROUTER, layer.router),
+            (Packed.ROUTER_CORRECTION, layer.router_correction),
+            (Packed.SHARED_GATE, layer.shared_gate),
+            (Packed.MIXER, None if layer.mixer is None else _mixer_vectors(layer.mixer)),
         )
         for part, tensor in optional:
             if tensor is not None:
                 yield index, part, tensor
+
+
+def _qkv_bias(weights: DecoderWeights, layer: LayerWeights, shard: Shard) -> Tensor | None:
+    bias = layer.qkv_bias
+    return bias if bias is None or layer.mixer is not None else shard.qkv_bias(weights.shape, bias)
+
+
+def _mixer_vectors(mixer: MixerWeights) -> Tensor:
+    """Returns `MixerVectors` of recurrent.h."""
+    return torch.cat([vector.flatten() for vector in (mixer.taps, *mixer.vectors)])
 
 
 def _matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packed, int, Matrix]]:
@@ -418,7 +471,7 @@ def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int
     packed, there is memory for a packed embedding and output layer beside a tied one."""
     shape = weights.shape
     for index, layer in enumerate(weights.layers):
-        yield index, Packed.QKV, shard.qkv(shape, layer.qkv_matrices)
+        yield index, Packed.QKV, layer.qkv_matrices if layer.mixer else shard.qkv(shape, layer.qkv_matrices)
         yield index, Packed.OUTPUT, (shard.hidden(shape, layer.output),)
         if layer.router is None:
             yield index, Packed.GATE_UP, shard.gate_up(layer.gate_up_parts)
@@ -430,6 +483,9 @@ def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int
             index_of_all = index * shape.num_experts + expert
             yield index_of_all, Packed.EXPERT_GATE_UP, shard.gate_up((gate_up[expert],))
             yield index_of_all, Packed.EXPERT_DOWN, (shard.hidden(shape, down[expert]),)
+        if layer.shared_down is not None:
+            yield index, Packed.GATE_UP, shard.gate_up(layer.shared_gate_up_parts)
+            yield index, Packed.DOWN, (shard.hidden(shape, layer.shared_down),)
     yield 0, Packed.EMBEDDING, (shard.embedding(weights),)
     yield 0, Packed.HEAD, (shard.head(weights),)
 
@@ -482,9 +538,13 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in _SHAPE_SIZES),
         *((name, c_int64) for name in ("num_ropes", *_FORM_FLAGS, "has_gelu", "head_norms")),
-        *((name, c_int64) for name in ("num_ranks", "rank", "all_kv_heads")),
-        *((name, c_float) for name in _SHAPE_FACTORS),
-        *((name, c_void_p) for name in ("sliding_windows", "layer_ropes", "inverse_frequencies", "rope_scalings")),
+        *((name, c_int64) for name in ("num_ranks", "rank", "all_kv_heads", "dense_size", "shared_size")),
+        *((name, c_int64) for name in ("has_sigmoid_router", "has_router_correction", "has_shared_gate")),
+        ("has_output_gate", c_int64),
+        ("mixer", MixerLayout),
+        *((name, c_float) for name in (*_SHAPE_FACTORS, "router_epsilon", "router_scale")),
+        *((name, c_void_p) for name in ("sliding_windows", "layer_ropes", "has_experts", "is_recurrent")),
+        *((name, c_void_p) for name in ("inverse_frequencies", "rope_scalings")),
     )
 
 
@@ -518,7 +578,7 @@ class _Step(ctypes.Structure):
         *((name, c_void_p) for name in ("logits", "greedy_ids", "greedy_logits", "processed")),
         *((name, c_void_p) for name in ("banned_ids", "banned_starts")),
         *((name, c_void_p) for name in ("adapter_slots", "part_seconds", "processor_seconds")),
-        *((name, c_void_p) for name in ("all_gather", "shared_parts")),
+        *((name, c_void_p) for name in ("all_gather", "shared_parts", "states")),
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "num_logits", "table_stride", "block_size")),
     )
 

@@ -4,7 +4,7 @@
     transformers    the network of transformers, with paged attention          any device
     native          the C++ code                                               a CPU
     native_ranks    the C++ code, a shard of the weights on each rank          CPUs
-    hybrid          the same, and recurrent layers with slots of state         a CPU
+    hybrid          as `transformers`, with slots of state of recurrent layers  a CPU
     gpu             fused products and Triton kernels, by CUDA graphs          a GPU
     gpu_network     the network of transformers, in the steps of `gpu`         a GPU
     gpu_ranks       the same, a shard of the weights on each rank              GPUs

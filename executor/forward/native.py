@@ -8,7 +8,7 @@ from torch import Tensor
 
 from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.cpu.decoder import NativeDecoder
-from inflight.executor.forward.forward import AdapterMemory, Forward, Kv
+from inflight.executor.forward.forward import AdapterMemory, Forward, Kv, StateMemory
 from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling_columns import SamplingBatch
 
@@ -21,8 +21,16 @@ class NativeForward(Forward):
     layout: KvLayout
 
     @property
-    def adapters(self) -> AdapterMemory:
-        return AdapterMemory.of(self.decoder)
+    def adapters(self) -> AdapterMemory | None:
+        has_slots = self.decoder.states is None and not self.decoder.shape.dense_size
+        return AdapterMemory.of(self.decoder) if has_slots else None
+
+    @property
+    def states(self) -> StateMemory | None:
+        states = self.decoder.states
+        if states is None:
+            return None
+        return StateMemory(states.slot_bytes, states.checkpoint_bytes, states.grid_tokens, states.reserve)
 
     @property
     def routes_by_itself(self) -> bool:

@@ -76,7 +76,7 @@ class AdapterSlots {
     explicit AdapterSlots(const DecoderShape& shape)
         : num_layers_(shape.num_layers), num_adapted_(shape.num_experts == 0 ? NUM_ADAPTED : ADAPT_GATE) {
         const int64_t attention = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
-        const int64_t hidden = shape.hidden_columns().count, inner = shape.inner_columns().count;
+        const int64_t hidden = shape.hidden_columns().count, inner = shape.inner_columns(shape.intermediate_size).count;
         const int64_t outputs[NUM_ADAPTED] = {attention, kv, kv, hidden, inner, inner, hidden};
         const int64_t inputs[NUM_PRODUCTS] = {shape.hidden_size, shape.attention_depth(), shape.hidden_size,
                                               shape.intermediate_size};

@@ -40,6 +40,7 @@ class DecoderOf final : public Decoder {
           frequencies_(shape.inverse_frequencies,
                        shape.inverse_frequencies + shape.num_ropes * shape.rotary_dim / 2),
           rope_scalings_(shape.rope_scalings, shape.rope_scalings + shape.num_ropes),
+          is_recurrent_(shape.is_recurrent, shape.is_recurrent + shape.num_layers),
           weights_(shape, stream),
           adapters_(shape),
           next_places_(shape.num_experts) {
@@ -49,7 +50,8 @@ class DecoderOf final : public Decoder {
     int64_t matrix_bytes() const override { return weights_.matrix_bytes(); }
 
     int64_t row_part_bytes() const override {
-        const int64_t inner = shape_.part_of(shape_.intermediate_size, PART_INNER_COLUMNS);
+        const int64_t inner =
+            shape_.part_of(std::max(shape_.intermediate_size, shape_.feed_forward_size()), PART_INNER_COLUMNS);
         const int64_t normed = shape_.head_norms == NORMS_OF_ALL_HEADS ? shape_.num_heads + shape_.num_kv_heads : 0;
         const int64_t summed = std::max(shape_.part_of(shape_.hidden_size), normed * shape_.head_dim);
         return std::max({summed * (int64_t)sizeof(float),
@@ -83,6 +85,8 @@ class DecoderOf final : public Decoder {
         last_rows_.begin(step, shape_, !adapted_.is_empty(), pool.num_threads());
         while ((int)scratch_.size() < pool.num_threads())
             scratch_.push_back(std::make_unique<Scratch>(shape_, weights_.most_unpacked_bytes));
+        if (step.states != nullptr)
+            find_spans(*step.states, step.query_starts, step.context_lengths, step.num_sequences, spans_);
         if (step.greedy_ids != nullptr) choice_.begin(step, shape_.vocabulary_columns().count, pool.num_threads());
         pool.run([&](Team& team) {
             const TilesInUse tiles;
@@ -106,7 +110,10 @@ class DecoderOf final : public Decoder {
 
     struct Scratch {
         Scratch(const DecoderShape& shape, int64_t unpacked_bytes)
-            : product(unpacked_bytes), scores(shape.num_experts) {
+            : product(unpacked_bytes),
+              mixer(shape.mixer.kind == NO_MIXER ? 0 : MixerStep<Element>::scratch_numbers(shape.mixer)),
+              scores(shape.num_experts),
+              corrected(shape.num_experts) {
             products.reserve(shape.num_experts);
             last_tasks.reserve(shape.num_experts);
         }
@@ -114,7 +121,8 @@ class DecoderOf final : public Decoder {
         Workspace<Element> attention;
         ProductScratch product;
         alignas(64) Number head[TILE_ROWS][MAX_DIM];  // keys or values of a tile
-        std::vector<float> scores;               // of the experts for a row
+        std::vector<float> mixer;
+        std::vector<float> scores, corrected;    // of the experts for a row
         std::vector<Product<Factor>> products;   // of the experts that have rows, and the end of each one's tasks
         std::vector<int64_t> last_tasks;
         double processor_seconds[NUM_PARTS] = {};
@@ -141,32 +149,35 @@ class DecoderOf final : public Decoder {
             if (exchange_.has_failed()) return;
             for (int64_t index = 0; index < shape_.num_layers; ++index) {
                 const Layer<Factor>& layer = decoder_.weights_.layers[index];
-                const LayerKv kv{step_.keys[index], step_.values[index], shape_.num_kv_heads, shape_.head_dim,
-                                 step_.is_int8[index] != 0};
-                slots_ = step_.slots[index];
-                norm(layer.input_norm, &kv, layer.qkv);
-                project_qkv(layer, kv, index);
+                const bool is_recurrent = decoder_.is_recurrent_[index] != 0;
                 const bool is_narrow = index + 1 == shape_.num_layers && decoder_.last_rows_.is_narrow();
-                attend_all(kv, step_.block_tables[index], decoder_.windows_[index],
-                           is_narrow ? decoder_.last_rows_.items() : items_);
-                if (is_narrow) keep_last_rows();
+                const Rows<Element>& mixed = is_recurrent ? activations_.mixed : activations_.attended;
+                const Rows<Factor>& factors = is_recurrent ? activations_.mixed_factors : activations_.heads;
+                if (is_recurrent)
+                    mix(layer, index);
+                else
+                    compute_attention(layer, index, is_narrow);
+                if (is_narrow) keep_last_rows(mixed);
                 if (num_rows_ == 0) break;
-                gather(activations_.attended, num_rows_, shape_.attention_depth(), 1);
-                if constexpr (!std::is_same_v<Element, Factor>) round_attended();
-                add_product(OUTPUT, layer.output, activations_.heads, layer.output_bias, layer.attention_output_norm,
-                            {OUTPUT_PRODUCT, index, activations_.attended}, ADAPT_OUTPUT,
+                const int64_t depth = is_recurrent ? shape_.mixer.depth() : shape_.attention_depth();
+                gather(mixed, num_rows_, depth, 1);
+                if constexpr (!std::is_same_v<Element, Factor>) round_mixed(mixed, factors, depth);
+                add_product(OUTPUT, layer.output, factors, layer.output_bias, layer.attention_output_norm,
+                            {OUTPUT_PRODUCT, index, mixed}, ADAPT_OUTPUT,
                             layer.router == nullptr ? &layer.gate_up : nullptr);
-                norm(layer.post_attention_norm, nullptr, layer.gate_up, layer.router);
+                norm(layer.post_attention_norm, nullptr, layer.gate_up, layer.router == nullptr ? nullptr : &layer);
                 if (layer.router != nullptr) {
+                    if (shape_.shared_size > 0) add_shared_expert(layer);
                     add_experts(layer);
                     if (exchange_.has_failed()) return;
                     continue;
                 }
                 gate_up(layer, index);
-                gather(activations_.hidden, num_rows_, shape_.intermediate_size, PART_INNER_COLUMNS);
+                const int64_t inner = shape_.feed_forward_size();
+                gather(activations_.hidden, num_rows_, inner, PART_INNER_COLUMNS);
                 if constexpr (!std::is_same_v<Element, Factor>)
                     if (!adapted_.is_empty())
-                        gather(adapted_.hidden, num_rows_, shape_.intermediate_size, PART_INNER_COLUMNS);
+                        gather(adapted_.hidden, num_rows_, inner, PART_INNER_COLUMNS);
                 add_product(DOWN, layer.down, activations_.hidden, nullptr, layer.feed_forward_output_norm,
                             {DOWN_PRODUCT, index, hidden_elements()}, ADAPT_DOWN,
                             index + 1 < shape_.num_layers ? static_cast<const Blocks*>(&(&layer)[1].qkv)
@@ -178,6 +189,44 @@ class DecoderOf final : public Decoder {
 
       private:
         using Clock = std::chrono::steady_clock;
+
+        void compute_attention(const Layer<Factor>& layer, int64_t index, bool is_narrow) {
+            const LayerKv kv{step_.keys[index], step_.values[index], shape_.num_kv_heads, shape_.head_dim,
+                             step_.is_int8[index] != 0};
+            slots_ = step_.slots[index];
+            norm(layer.input_norm, &kv, layer.qkv);
+            project_qkv(layer, kv, index);
+            attend_all(kv, step_.block_tables[index], decoder_.windows_[index],
+                       is_narrow ? decoder_.last_rows_.items() : items_);
+            if (shape_.has_output_gate) gate_attended();
+        }
+
+        // A recurrent layer up to its output projection.
+        void mix(const Layer<Factor>& layer, int64_t index) {
+            const StepStates& states = *step_.states;
+            const MixerMemory& memory = states.memories[index];
+            norm(layer.input_norm, nullptr, layer.qkv);
+            // Before any is saved: a checkpoint that is loaded may be another one behind this step.
+            if (states.num_loads > 0)
+                phase(ATTENTION, states.num_loads, [&](int64_t task) {
+                    load_state<Element>(shape_.mixer, memory, states.loads[task], states.num_places);
+                });
+            product(QKV, layer.qkv, activations_.normed, num_rows_, &layer.output,
+                    [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                        const int64_t first = block * BLOCK_COLUMNS;
+                        for (int i = 0; i < num_rows; ++i) {
+                            float* const to = activations_.projected + (row + i) * activations_.projected_stride + first;
+                            for (int64_t c = 0; c < BLOCK_COLUMNS; c += WIDTH) {
+                                const Floats sums = load(tile + i * BLOCK_COLUMNS + c);
+                                store(to + c, layer.qkv_bias == nullptr ? sums : sums + load(layer.qkv_bias + first + c));
+                            }
+                        }
+                    });
+            const MixerStep<Element> mixer(shape_.mixer, memory, {shape_.mixer, layer.mixer}, states, decoder_.spans_,
+                                           activations_.projected, activations_.projected_stride, activations_.mixed,
+                                           shape_.norm_epsilon);
+            phase(ATTENTION, mixer.num_tasks(), [&](int64_t task) { mixer.compute(task, scratch_.mixer.data()); });
+        }
 
         template <class Work>
         void phase(Part part, int64_t num_tasks, const Work& work) {
@@ -406,18 +455,30 @@ class DecoderOf final : public Decoder {
 
         // Norms the residual, for the product with `next`. Before keys and values are written, clears the groups that
         // begin in this step. Chooses experts if there is a router.
-        void norm(const float* weight, const LayerKv* kv, const Matrix<Factor>& next, const float* router = nullptr) {
+        void norm(const float* weight, const LayerKv* kv, const Matrix<Factor>& next,
+                  const Layer<Factor>* routed = nullptr) {
             each_row(NORM, num_rows_, [&](int64_t row) {
                 settle(row);
                 norm_residual(activations_.normed, row, weight, row);
                 view_row(next, activations_.normed, row);
                 if constexpr (!std::is_same_v<Element, Factor>)
                     if (has_adapter(row)) adapted_.normed.put(row, 0, scratch_.product.tile, activations_.width);
-                if (router != nullptr)
-                    activations_.routing.choose(row, scratch_.product.tile, router, activations_.width,
-                                                scratch_.scores, shape_.normalizes_experts);
+                if (routed != nullptr) route(*routed, row, scratch_.product.tile);
                 if (kv != nullptr && slots_[row] % LANES == 0) clear_values<Element>(*kv, slots_[row]);
             });
+        }
+
+        // Chooses the experts of a normed row `x`.
+        void route(const Layer<Factor>& layer, int64_t row, const float* x) {
+            const Router router{layer.router,
+                                layer.router_correction,
+                                shape_.has_sigmoid_router != 0,
+                                shape_.normalizes_experts != 0,
+                                shape_.router_epsilon,
+                                shape_.router_scale};
+            const Routing& routing = activations_.routing;
+            routing.choose(row, x, router, activations_.width, scratch_.scores, scratch_.corrected);
+            if (layer.shared_gate != nullptr) routing.weigh_shared(row, x, layer.shared_gate, activations_.width);
         }
 
         // Without a weight, the residual itself is copied.
@@ -437,7 +498,12 @@ class DecoderOf final : public Decoder {
             const Change change{QKV_PRODUCT, index, normed_elements()};
             adapted_product(QKV, change, layer.qkv, activations_.normed, &layer.output,
                             [&](int64_t block, int64_t row, int num_rows, float* tile) {
-                                const int64_t head = block / blocks;
+                                int64_t head = block / blocks;
+                                if (shape_.has_output_gate) {
+                                    if (head < 2 * shape_.num_heads && head % 2 == 1)
+                                        return keep_gates(head / 2, row, num_rows, tile, stride);
+                                    head = head < 2 * shape_.num_heads ? head / 2 : head - shape_.num_heads;
+                                }
                                 for (int i = 0; i < num_rows; ++i) {
                                     if (has_adapter(row + i)) adapt_head(index, head, row + i, tile + i * stride);
                                     finish_head(layer, head, row + i, tile + i * stride);
@@ -571,15 +637,35 @@ class DecoderOf final : public Decoder {
             const MatrixTiles tiles_again;
         }
 
-        // Moves what the last rows have so far to the first rows.
-        void keep_last_rows() {
+        // Keeps the gates of a head until it is known what the head yields.
+        void keep_gates(int64_t head, int64_t row, int num_rows, const float* tile, int64_t stride) {
+            for (int i = 0; i < num_rows; ++i)
+                std::memcpy(activations_.projected + (row + i) * activations_.projected_stride + head * shape_.head_dim,
+                            tile + i * stride, shape_.head_dim * sizeof *tile);
+        }
+
+        void gate_attended() {
+            const int64_t depth = shape_.attention_depth();
+            each_row(ATTENTION, num_rows_, [&](int64_t row) {
+                Number* const to = activations_.attended.row(row);
+                const float* const gates = activations_.projected + row * activations_.projected_stride;
+                alignas(64) float numbers[WIDTH];
+                for (int64_t i = 0; i < depth; i += WIDTH) {
+                    for (int lane = 0; lane < WIDTH; ++lane) numbers[lane] = Element::get(to[i + lane]);
+                    Element::put(to + i, load(numbers) * sigmoid(load(gates + i)));
+                }
+            });
+        }
+
+        // Moves what the last rows have so far to the first rows. `mixed` is what attention or a mixer has yielded.
+        void keep_last_rows(const Rows<Element>& mixed) {
             const auto& rows = decoder_.last_rows_.rows();
             num_rows_ = (int64_t)rows.size();
             // One after the other, as a row may move to where a later one was.
             phase(ATTENTION, 1, [&](int64_t) {
                 for (int64_t i = 0; i < num_rows_; ++i) {
                     if (rows[i] == i) continue;
-                    activations_.attended.copy_row(i, activations_.attended, rows[i]);
+                    mixed.copy_row(i, mixed, rows[i]);
                     std::memcpy(activations_.residual + i * activations_.width,
                                 activations_.residual + rows[i] * activations_.width,
                                 activations_.width * sizeof *activations_.residual);
@@ -587,13 +673,13 @@ class DecoderOf final : public Decoder {
             });
         }
 
-        void round_attended() {
-            const int64_t depth = shape_.attention_depth();
+        void round_mixed(const Rows<Element>& mixed, const Rows<Factor>& factors, int64_t depth) {
+            const int64_t width = round_up(depth, LANES);
             each_row(ATTENTION, num_rows_, [&](int64_t row) {
-                const Number* from = activations_.attended.row(row);
+                const Number* from = mixed.row(row);
                 float* numbers = scratch_.product.tile;
-                for (int64_t i = 0; i < depth; ++i) numbers[i] = Element::get(from[i]);
-                activations_.heads.put(row, 0, numbers, depth);
+                for (int64_t i = 0; i < width; ++i) numbers[i] = Element::get(from[i]);
+                factors.put(row, 0, numbers, width);
             });
         }
 
@@ -644,22 +730,25 @@ class DecoderOf final : public Decoder {
             const Change change{GATE_UP_PRODUCT, index, normed_elements()};
             adapted_product(GATE_UP, change, layer.gate_up, activations_.normed, &layer.down,
                             [&](int64_t block, int64_t row, int num_rows, float* tile) {
-                                activate(index, block, row, num_rows, tile);
+                                activate(index, activations_.hidden, block, row, num_rows, tile);
                             });
         }
 
-        // `index` is the layer whose adapters apply to the rows, or NO_LAYER.
-        void activate(int64_t index, int64_t block, int64_t row, int num_rows, float* tile) {
+        // `index` is the layer whose adapters apply to the rows, or NO_LAYER. Writes to `hidden`.
+        void activate(int64_t index, const Rows<Factor>& hidden, int64_t block, int64_t row, int num_rows,
+                      float* tile) {
             if (shape_.has_gelu)
-                activate<true>(index, block, row, num_rows, tile);
+                activate<true>(index, hidden, block, row, num_rows, tile);
             else
-                activate<false>(index, block, row, num_rows, tile);
+                activate<false>(index, hidden, block, row, num_rows, tile);
         }
 
         template <bool HAS_GELU>
-        void activate(int64_t index, int64_t block, int64_t row, int num_rows, float* tile) {
+        void activate(int64_t index, const Rows<Factor>& to, int64_t block, int64_t row, int num_rows, float* tile) {
             constexpr int64_t COLUMNS = GATE_BLOCKS<Factor> * BLOCK_COLUMNS;
-            const int64_t first = shape_.inner_columns().first + block / 2 * BLOCK_COLUMNS;
+            // Of several ranks all feed-forward layers have the same size.
+            const int64_t first =
+                shape_.inner_columns(shape_.intermediate_size).first + block / 2 * BLOCK_COLUMNS;
             for (int i = 0; i < num_rows; ++i) {
                 alignas(64) float hidden[COLUMNS];
                 float* const gate = tile + i * 2 * COLUMNS;
@@ -669,10 +758,34 @@ class DecoderOf final : public Decoder {
                     const float* both = gate + c / BLOCK_COLUMNS * 2 * BLOCK_COLUMNS + c % BLOCK_COLUMNS;
                     store(hidden + c, gated<Element, HAS_GELU>(load(both), load(both + BLOCK_COLUMNS)));
                 }
-                activations_.hidden.put(row + i, first, hidden, COLUMNS);
+                to.put(row + i, first, hidden, COLUMNS);
                 if constexpr (!std::is_same_v<Element, Factor>)
                     if (is_adapted) adapted_.hidden.put(row + i, first, hidden, COLUMNS);
             }
+        }
+
+        // residual += what the expert yields that all rows share, by its weight for the row
+        void add_shared_expert(const Layer<Factor>& layer) {
+            product(GATE_UP, layer.gate_up, activations_.normed, num_rows_, &layer.down,
+                    [&](int64_t block, int64_t row, int num_rows, float* tile) {
+                        activate(NO_LAYER, activations_.hidden, block, row, num_rows, tile);
+                    });
+            if (!decoder_.weights_.views(layer.down).empty())
+                each_row(DOWN, num_rows_, [&](int64_t row) { view_row(layer.down, activations_.hidden, row); });
+            product(DOWN, layer.down, activations_.hidden, num_rows_, nullptr,
+                    [&](int64_t block, int64_t row, int num_rows, const float* tile) {
+                        const int64_t first = block * BLOCK_COLUMNS;
+                        const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
+                        for (int i = 0; i < num_rows; ++i) {
+                            float* const to = activations_.residual + (row + i) * activations_.width + first;
+                            const float weight = layer.shared_gate == nullptr
+                                                     ? 1.0f
+                                                     : activations_.routing.shared_weights[row + i];
+                            for (int64_t c = 0; c < columns; c += WIDTH)
+                                store(to + c, fused_add(load(to + c), load(tile + i * BLOCK_COLUMNS + c),
+                                                        all(weight * shape_.residual_scale)));
+                        }
+                    });
         }
 
         // Leaves in `delta` what each row's experts yield; of several ranks each adds its columns to the residual.
@@ -685,12 +798,12 @@ class DecoderOf final : public Decoder {
             });
             each_expert(GATE_UP, layer, &FeedForward<Factor>::gate_up, activations_.gathered,
                         [&](int64_t block, int64_t row, int num_rows, float* tile) {
-                            activate(NO_LAYER, block, row, num_rows, tile);
+                            activate(NO_LAYER, activations_.expert_hidden, block, row, num_rows, tile);
                         });
-            gather(activations_.hidden, num_rows_ * routing.num_choices, shape_.intermediate_size,
+            gather(activations_.expert_hidden, num_rows_ * routing.num_choices, shape_.intermediate_size,
                    PART_INNER_COLUMNS);
             const auto [own_first, own_count] = shape_.hidden_columns();
-            each_expert(DOWN, layer, &FeedForward<Factor>::down, activations_.hidden,
+            each_expert(DOWN, layer, &FeedForward<Factor>::down, activations_.expert_hidden,
                         [&, first_column = own_first](int64_t block, int64_t row, int num_rows, const float* tile) {
                             const int64_t first = first_column + block * BLOCK_COLUMNS;
                             const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
@@ -802,6 +915,8 @@ class DecoderOf final : public Decoder {
     const DecoderShape shape_;
     const std::vector<int64_t> windows_, layer_ropes_;
     const std::vector<float> frequencies_, rope_scalings_;
+    const std::vector<int64_t> is_recurrent_;
+    std::vector<Span> spans_;  // of the sequences of a step with recurrent layers
     PackedWeights<Element, Factor> weights_;
     AdapterSlots<Element> adapters_;
     Activations<Element, Factor> activations_;

@@ -25,6 +25,7 @@
 #include "matmul.h"
 #include "pool.h"
 #include "product.h"
+#include "recurrent.h"
 
 namespace inflight {
 
@@ -48,9 +49,17 @@ struct DecoderShape {
     int64_t has_qkv_bias, has_output_bias, has_input_norms, has_output_norms, has_gelu;
     int64_t head_norms;                 // HeadNorms
     int64_t num_ranks, rank, all_kv_heads;
+    // Of the layers without experts, and of the expert that all rows of a layer use; 0 without such.
+    int64_t dense_size, shared_size;
+    int64_t has_sigmoid_router, has_router_correction, has_shared_gate;
+    int64_t has_output_gate;            // each query has a gate behind it, for what its head yields
+    MixerShape mixer;                   // of the recurrent layers
     float norm_epsilon, attention_scale, softcap, embedding_scale, residual_scale, logit_scale, logit_softcap;
+    float router_epsilon, router_scale;
     const int64_t* sliding_windows;     // [num_layers], 0: none
     const int64_t* layer_ropes;         // [num_layers]
+    const int64_t* has_experts;         // [num_layers], whether a layer has experts, if the model has
+    const int64_t* is_recurrent;        // [num_layers], whether a layer has a mixer in place of attention
     const float* inverse_frequencies;   // [num_ropes, rotary_dim / 2]
     const float* rope_scalings;         // [num_ropes]
 
@@ -68,6 +77,17 @@ struct DecoderShape {
         return num_ranks * num_heads + of_rank * all_kv_heads / num_ranks + head - num_heads;
     }
 
+    // What the first projection of a layer with attention yields, and of one with a mixer.
+    int64_t qkv_heads() const { return (1 + (has_output_gate != 0)) * num_heads + 2 * num_kv_heads; }
+    int64_t mixer_columns() const { return mixer.kind == NO_MIXER ? 0 : mixer.columns(); }
+    // Numbers of a row of `projected`: those of a mixer, or the gates of all heads.
+    int64_t projected_numbers() const {
+        return std::max(mixer_columns(), has_output_gate ? num_heads * head_dim : 0);
+    }
+
+    // Of the feed-forward layers that are not of experts: all if there are none, else 0 for none.
+    int64_t feed_forward_size() const { return num_experts == 0 ? intermediate_size : std::max(dense_size, shared_size); }
+
     // Columns of a matrix that a rank computes. All parts are equal, except that the last ones may be smaller or empty.
     ColumnRange columns_of(int64_t of_rank, int64_t columns, int64_t multiple = PART_COLUMNS) const {
         const int64_t part = part_of(columns, multiple), first = std::min(columns, of_rank * part);
@@ -77,7 +97,7 @@ struct DecoderShape {
         return num_ranks == 1 ? columns : round_up((columns + num_ranks - 1) / num_ranks, multiple);
     }
     ColumnRange hidden_columns() const { return columns_of(rank, hidden_size); }
-    ColumnRange inner_columns() const { return columns_of(rank, intermediate_size, PART_INNER_COLUMNS); }
+    ColumnRange inner_columns(int64_t size) const { return columns_of(rank, size, PART_INNER_COLUMNS); }
     ColumnRange vocabulary_columns() const { return columns_of(rank, vocabulary_size); }
 };
 
@@ -108,6 +128,7 @@ struct DecoderStep {
     double* processor_seconds;
     AllGather all_gather;                          // with several ranks this or `shared_parts`, else null
     SharedParts* shared_parts;                     // of ranks on one machine
+    const StepStates* states;                      // of recurrent layers; null without them
     int64_t num_tokens, num_sequences, num_logits, table_stride, block_size;
 };
 
@@ -130,8 +151,12 @@ struct Activations {
     float* unnormed = nullptr;  // [capacity, all_normed_heads() * head_dim], with norms of all heads
     Rows<Element> queries, attended, last;  // `last` are the rows that yield logits
     Rows<Factor> normed, heads, hidden;  // `heads` are `attended` as factors
+    float* projected = nullptr;  // [capacity, projected_stride], what a mixer or the gate of attention reads
+    int64_t projected_stride = 0;
+    Rows<Element> mixed;         // what a mixer yields,
+    Rows<Factor> mixed_factors;  // and the same as factors
     Routing routing;
-    Rows<Factor> gathered;  // `normed` by expert, as is `hidden` then
+    Rows<Factor> gathered, expert_hidden;  // `normed` and `hidden` by expert
 
     void reserve(const DecoderShape& shape, int64_t num_tokens) {
         if (num_tokens <= capacity) return;
@@ -165,10 +190,24 @@ struct Activations {
             heads = take_rows<Factor>(cursor, capacity, attention_depth);
             last = take_rows<Element>(cursor, capacity, shape.hidden_size);
         }
-        hidden = take_rows<Factor>(cursor, num_hidden, shape.intermediate_size);
+        if (shape.projected_numbers() > 0) place_projected(shape, cursor);
+        hidden = take_rows<Factor>(cursor, capacity, shape.feed_forward_size());
         if (shape.num_experts == 0) return;
         gathered = take_rows<Factor>(cursor, num_hidden, shape.hidden_size);
+        expert_hidden = take_rows<Factor>(cursor, num_hidden, shape.intermediate_size);
         routing.place(cursor, capacity, shape.num_experts_per_token);
+    }
+
+    void place_projected(const DecoderShape& shape, Cursor& cursor) {
+        projected_stride = round_up(shape.projected_numbers(), BLOCK_COLUMNS);
+        // Vectors may reach behind the last row.
+        projected = cursor.take<float>(capacity * projected_stride + BLOCK_COLUMNS);
+        if (shape.mixer.kind == NO_MIXER) return;
+        mixed = take_rows<Element>(cursor, capacity, shape.mixer.depth());
+        if constexpr (std::is_same_v<Element, Factor>)
+            mixed_factors = mixed;
+        else
+            mixed_factors = take_rows<Factor>(cursor, capacity, shape.mixer.depth());
     }
 };
 

@@ -34,6 +34,9 @@ enum Packed {
     PACK_ROUTER,
     PACK_EXPERT_GATE_UP,  // of the expert `layer % num_experts` of a layer, `layer / num_experts`
     PACK_EXPERT_DOWN,
+    PACK_MIXER,  // `MixerVectors`. The projections of a mixer are QKV and output.
+    PACK_ROUTER_CORRECTION,
+    PACK_SHARED_GATE,
 };
 
 template <class Factor>
@@ -42,15 +45,17 @@ struct FeedForward {
 };
 
 // Vectors that a model has not are null, and matrices empty: a layer has a feed-forward layer, or a router
-// `[num_experts, width]` and experts. The norms are those before and after attention, and before and after the
+// `[num_experts, width]` and experts; then its feed-forward layer, if there is one, is the expert that all rows share.
+// The norms are those before and after attention, and before and after the
 // feed-forward layer.
 template <class Factor>
 struct Layer : FeedForward<Factor> {
-    Matrix<Factor> qkv, output;
+    Matrix<Factor> qkv, output;  // the projections before and after attention or a mixer
     std::vector<FeedForward<Factor>> experts;
-    float* router = nullptr;
+    float *router = nullptr, *router_correction = nullptr, *shared_gate = nullptr;
     float *input_norm, *attention_output_norm, *post_attention_norm, *feed_forward_output_norm;
     float *query_norm, *key_norm, *qkv_bias, *output_bias;
+    float* mixer = nullptr;
 };
 
 constexpr int64_t HEAD_BLOCKS = 4;  // of the output layer in one task
@@ -68,13 +73,16 @@ class PackedWeights {
         : stream(stream),
           head_blocks(round_up(shape.head_dim, BLOCK_COLUMNS) / BLOCK_COLUMNS),
           layers(shape.num_layers),
-          shape_(shape) {}
+          shape_(shape),
+          is_recurrent_(shape.is_recurrent, shape.is_recurrent + shape.num_layers),
+          has_experts_(shape.has_experts, shape.has_experts + shape.num_layers) {}
 
     // Announces a part of a matrix that has codes, before memory is allocated.
     void declare(int64_t layer, int64_t part, const CodedPart& coded) {
-        const int64_t num_blocks = num_blocks_of(part);
+        const int64_t num_blocks = num_blocks_of(layer, part);
         Mixture& mixture = mixtures_[{layer, part}];
-        mixture.add<Element>(coded, num_blocks, [&](int64_t column) { return placed(part, column) / BLOCK_COLUMNS; });
+        mixture.add<Element>(coded, num_blocks,
+                             [&](int64_t column) { return placed(layer, part, column) / BLOCK_COLUMNS; });
         viewed_size.include(mixture.views());
     }
 
@@ -100,7 +108,7 @@ class PackedWeights {
     // Packs `count` columns of a matrix, from `first` on; or a vector, the embedding or a router as a whole.
     void pack(int64_t layer, int64_t part, const void* numbers, int64_t first, int64_t count) {
         const int64_t hidden = shape_.hidden_size, columns = shape_.hidden_columns().count;
-        auto pack_into = [&](const auto& matrix) { pack_matrix(matrix, part, numbers, first, count); };
+        auto pack_into = [&](const auto& matrix) { pack_matrix(matrix, layer, part, numbers, first, count); };
         switch (part) {
             case PACK_EMBEDDING:
                 std::memcpy(embedding, numbers, shape_.vocabulary_size * columns * sizeof(Number));
@@ -128,7 +136,7 @@ class PackedWeights {
     void pack_codes(int64_t layer, int64_t part, const CodedPart& coded) {
         const Mixture& mixture = mixtures_.at({layer, part});
         for (int64_t i = 0; i < coded.num_columns; ++i)
-            mixture.pack_column(coded, i, placed(part, coded.first_column + i));
+            mixture.pack_column(coded, i, placed(layer, part, coded.first_column + i));
     }
 
     // The views of a matrix's rows.
@@ -148,8 +156,7 @@ class PackedWeights {
 
   private:
     void place(Cursor& cursor) {
-        const int64_t hidden = shape_.hidden_size, width = round_up(hidden, BLOCK_COLUMNS), dim = shape_.head_dim;
-        const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads;
+        const int64_t hidden = shape_.hidden_size, width = round_up(hidden, BLOCK_COLUMNS);
         embedding = cursor.take<Number>(shape_.vocabulary_size * shape_.hidden_columns().count);
         head = place_matrix<Element>(cursor, 0, PACK_HEAD);
         final_norm = cursor.take<float>(width);
@@ -157,13 +164,13 @@ class PackedWeights {
             Layer<Factor>& layer = layers[index];
             layer.qkv = place_matrix<Factor>(cursor, index, PACK_QKV);
             layer.output = place_matrix<Factor>(cursor, index, PACK_OUTPUT);
-            layer.experts.resize(shape_.num_experts);
-            for (int64_t i = 0; i < shape_.num_experts; ++i) {
+            layer.experts.resize(num_experts(index));
+            for (int64_t i = 0; i < num_experts(index); ++i) {
                 const int64_t expert = index * shape_.num_experts + i;
                 layer.experts[i].gate_up = place_matrix<Factor>(cursor, expert, PACK_EXPERT_GATE_UP);
                 layer.experts[i].down = place_matrix<Factor>(cursor, expert, PACK_EXPERT_DOWN);
             }
-            if (shape_.num_experts == 0) {
+            if (inner_size(index, PACK_GATE_UP) > 0) {
                 layer.gate_up = place_matrix<Factor>(cursor, index, PACK_GATE_UP);
                 layer.down = place_matrix<Factor>(cursor, index, PACK_DOWN);
             }
@@ -175,10 +182,29 @@ class PackedWeights {
             layer.query_norm =
                 vector(shape_.head_norms != NO_HEAD_NORMS, head_norm_size(shape_.num_ranks * shape_.num_heads));
             layer.key_norm = vector(shape_.head_norms != NO_HEAD_NORMS, head_norm_size(shape_.all_kv_heads));
-            layer.qkv_bias = vector(shape_.has_qkv_bias, heads * dim);
+            layer.qkv_bias = vector(shape_.has_qkv_bias, round_up(qkv_columns(index), BLOCK_COLUMNS));
             layer.output_bias = vector(shape_.has_output_bias, width);
-            layer.router = vector(shape_.num_experts > 0, shape_.num_experts * round_up(hidden, LANES));
+            // Vectors of a mixer are read in whole lanes.
+            layer.mixer = vector(is_recurrent(index), shape_.mixer.vector_numbers() + LANES);
+            const bool has_experts = num_experts(index) > 0;
+            layer.router = vector(has_experts, shape_.num_experts * round_up(hidden, LANES));
+            layer.router_correction = vector(has_experts && shape_.has_router_correction, shape_.num_experts);
+            layer.shared_gate = vector(has_experts && shape_.has_shared_gate, width);
         }
+    }
+
+    bool is_recurrent(int64_t layer) const { return is_recurrent_[layer] != 0; }
+    int64_t num_experts(int64_t layer) const { return has_experts_[layer] ? shape_.num_experts : 0; }
+
+    // Of a feed-forward layer, or of an expert.
+    int64_t inner_size(int64_t layer, int64_t part) const {
+        if (shape_.num_experts == 0 || part == PACK_EXPERT_GATE_UP || part == PACK_EXPERT_DOWN)
+            return shape_.intermediate_size;
+        return has_experts_[layer] ? shape_.shared_size : shape_.dense_size;
+    }
+
+    int64_t qkv_columns(int64_t layer) const {
+        return is_recurrent(layer) ? shape_.mixer.columns() : shape_.qkv_heads() * shape_.head_dim;
     }
 
     int64_t head_norm_size(int64_t num_heads) const {
@@ -191,35 +217,40 @@ class PackedWeights {
     };
 
     // Of the columns that this rank has.
-    MatrixSize size_of(int64_t part) const {
+    MatrixSize size_of(int64_t layer, int64_t part) const {
         const int64_t hidden = shape_.hidden_size, columns = shape_.hidden_columns().count;
-        const int64_t heads = shape_.num_heads + 2 * shape_.num_kv_heads, inner = shape_.inner_columns().count;
         switch (part) {
             case PACK_HEAD: return {shape_.vocabulary_columns().count, hidden, HEAD_BLOCKS};
-            case PACK_QKV: return {heads * head_blocks * BLOCK_COLUMNS, hidden, head_blocks};
-            case PACK_OUTPUT: return {columns, shape_.attention_depth(), 1};
+            case PACK_QKV:
+                if (is_recurrent(layer)) return {qkv_columns(layer), hidden, 1};
+                return {shape_.qkv_heads() * head_blocks * BLOCK_COLUMNS, hidden, head_blocks};
+            case PACK_OUTPUT:
+                return {columns, is_recurrent(layer) ? shape_.mixer.depth() : shape_.attention_depth(), 1};
             case PACK_GATE_UP:
             case PACK_EXPERT_GATE_UP:
-                return {2 * round_up(inner, GATE_BLOCKS<Factor> * BLOCK_COLUMNS), hidden, 2 * GATE_BLOCKS<Factor>};
-            default: return {columns, shape_.intermediate_size, 1};
+                return {2 * round_up(shape_.inner_columns(inner_size(layer, part)).count, GATE_BLOCKS<Factor> * BLOCK_COLUMNS), hidden,
+                        2 * GATE_BLOCKS<Factor>};
+            default: return {columns, inner_size(layer, part), 1};
         }
     }
 
-    int64_t num_blocks_of(int64_t part) const {
-        const MatrixSize size = size_of(part);
+    int64_t num_blocks_of(int64_t layer, int64_t part) const {
+        const MatrixSize size = size_of(layer, part);
         return round_up(size.columns, size.blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS;
     }
 
     // Where a column of a matrix is among those of its blocks.
-    int64_t placed(int64_t part, int64_t column) const {
+    int64_t placed(int64_t layer, int64_t part, int64_t column) const {
         const int64_t dim = shape_.head_dim;
         switch (part) {
             // Each head begins a new block.
-            case PACK_QKV: return column / dim * head_blocks * BLOCK_COLUMNS + column % dim;
+            case PACK_QKV:
+                if (is_recurrent(layer)) return column;
+                return column / dim * head_blocks * BLOCK_COLUMNS + column % dim;
             // Blocks of the gate and of the up projection alternate.
             case PACK_GATE_UP:
             case PACK_EXPERT_GATE_UP: {
-                const int64_t inner = shape_.inner_columns().count, index = column % inner;
+                const int64_t inner = shape_.inner_columns(inner_size(layer, part)).count, index = column % inner;
                 return (2 * (index / BLOCK_COLUMNS) + column / inner) * BLOCK_COLUMNS + index % BLOCK_COLUMNS;
             }
             default: return column;
@@ -228,7 +259,7 @@ class PackedWeights {
 
     template <class Type>
     Matrix<Type> place_matrix(Cursor& cursor, int64_t layer, int64_t part) {
-        const MatrixSize size = size_of(part);
+        const MatrixSize size = size_of(layer, part);
         const auto mixture = mixtures_.find({layer, part});
         Mixture* const mixed = mixture == mixtures_.end() ? nullptr : &mixture->second;
         const auto matrix =
@@ -242,15 +273,16 @@ class PackedWeights {
     }
 
     template <class Product>
-    void pack_matrix(const Matrix<Product>& matrix, int64_t part, const void* numbers, int64_t first, int64_t count) {
-        const int64_t depth = size_of(part).depth;
+    void pack_matrix(const Matrix<Product>& matrix, int64_t layer, int64_t part, const void* numbers, int64_t first,
+                     int64_t count) {
+        const int64_t depth = size_of(layer, part).depth;
         for (int64_t i = 0; i < count; ++i)
-            pack_column<Product, Element>(matrix, placed(part, first + i),
+            pack_column<Product, Element>(matrix, placed(layer, part, first + i),
                                           static_cast<const Number*>(numbers) + i * depth, depth);
     }
 
     std::pair<float*, int64_t> vector_of(int64_t index, int64_t part) const {
-        const int64_t hidden = shape_.hidden_size, dim = shape_.head_dim;
+        const int64_t hidden = shape_.hidden_size;
         if (part == PACK_FINAL_NORM) return {final_norm, hidden};
         const Layer<Factor>& layer = layers[index];
         switch (part) {
@@ -260,12 +292,16 @@ class PackedWeights {
             case PACK_FEED_FORWARD_OUTPUT_NORM: return {layer.feed_forward_output_norm, hidden};
             case PACK_QUERY_NORM: return {layer.query_norm, head_norm_size(shape_.num_ranks * shape_.num_heads)};
             case PACK_KEY_NORM: return {layer.key_norm, head_norm_size(shape_.all_kv_heads)};
-            case PACK_QKV_BIAS: return {layer.qkv_bias, (shape_.num_heads + 2 * shape_.num_kv_heads) * dim};
+            case PACK_QKV_BIAS: return {layer.qkv_bias, qkv_columns(index)};
+            case PACK_ROUTER_CORRECTION: return {layer.router_correction, shape_.num_experts};
+            case PACK_SHARED_GATE: return {layer.shared_gate, hidden};
+            case PACK_MIXER: return {layer.mixer, shape_.mixer.vector_numbers()};
             default: return {layer.output_bias, hidden};
         }
     }
 
     const DecoderShape shape_;
+    const std::vector<int64_t> is_recurrent_, has_experts_;
     std::map<std::pair<int64_t, int64_t>, Mixture> mixtures_;  // by layer and part
     std::unique_ptr<Arena> arena_;
 };

@@ -1,4 +1,5 @@
 // Routing of rows to experts: a mixture of feed-forward layers, of which each row uses a few.
+// Source of the correction that only chooses: DeepSeek-V3, arXiv 2412.19437.
 //
 // A router scores the experts of a row. The rows of an expert are gathered next to each other and multiplied with its
 // weights, so that a weight is read once per step and only if a row uses it. What they yield is added in the order in
@@ -16,6 +17,16 @@
 
 namespace inflight {
 
+// How the experts of a row are chosen, and their weights. Without `correction` those with the largest weights are.
+struct Router {
+    const float* weights;     // [num_experts, width]
+    const float* correction;  // [num_experts], added to the weights for the choice alone; or null
+    bool has_sigmoid;         // weights are sigmoids of the scores, not their softmax
+    bool normalizes;          // the weights of the chosen add up to `scale`
+    float epsilon;            // added to their sum before that, with sigmoids
+    float scale;
+};
+
 // The rows of an expert: [first, first + num_rows) of those gathered.
 struct ExpertRows {
     int64_t expert, first, num_rows;
@@ -27,36 +38,54 @@ struct Routing {
     int32_t* experts = nullptr;  // [num_rows * num_choices], best first
     float* weights = nullptr;    // the same shape
     int64_t* places = nullptr;   // the same shape, the index among the gathered rows
+    float* shared_weights = nullptr;  // [num_rows], of the shared expert, if it has a gate
+
+    static float product(const float* x, const float* y, int64_t width) {
+        Floats sums = {};
+        for (int64_t i = 0; i < width; i += WIDTH) sums += load(x + i) * load(y + i);
+        return sum_of(sums);
+    }
 
     void place(Cursor& cursor, int64_t num_rows, int64_t choices_of_row) {
+        shared_weights = cursor.take<float>(num_rows);
         num_choices = choices_of_row;
         experts = cursor.take<int32_t>(num_rows * num_choices);
         weights = cursor.take<float>(num_rows * num_choices);
         places = cursor.take<int64_t>(num_rows * num_choices);
     }
 
-    // Chooses the experts of a row `[width]` by the softmax of its products with `router[num_experts, width]`. With
-    // `normalizes`, the weights of the chosen add up to 1. `scores[num_experts]` is overwritten. The lowest of equal
-    // experts is first. A row that is not a number chooses some experts, and its weights are not numbers.
-    void choose(int64_t row, const float* x, const float* router, int64_t width, std::vector<float>& scores,
-                bool normalizes) const {
+    // Chooses the experts of a row `[width]` by its products with those of the router. `scores[num_experts]` and
+    // `corrected`, of the same size, are overwritten. The lowest of equal experts is first. A row that is not a number
+    // chooses some experts, and its weights are not numbers.
+    void choose(int64_t row, const float* x, const Router& router, int64_t width, std::vector<float>& scores,
+                std::vector<float>& corrected) const {
         float largest = -INFINITY, sum_of_all = 0, sum_of_chosen = 0;
         for (size_t expert = 0; expert < scores.size(); ++expert) {
-            Floats sums = {};
-            for (int64_t i = 0; i < width; i += WIDTH) sums += load(x + i) * load(router + expert * width + i);
-            scores[expert] = sum_of(sums);
+            scores[expert] = product(x, router.weights + expert * width, width);
             largest = std::max(largest, scores[expert]);
         }
-        for (float& score : scores) sum_of_all += score = std::exp(score - largest);
+        if (router.has_sigmoid)
+            for (float& score : scores) score = 1.0f / (1.0f + std::exp(-score));
+        else
+            for (float& score : scores) sum_of_all += score = std::exp(score - largest);
+        for (size_t expert = 0; expert < scores.size(); ++expert)
+            corrected[expert] = scores[expert] + (router.correction == nullptr ? 0.0f : router.correction[expert]);
         int32_t* chosen = experts + row * num_choices;
         float* weight = weights + row * num_choices;
         for (int64_t i = 0; i < num_choices; ++i) {
-            chosen[i] = (int32_t)(std::max_element(scores.begin(), scores.end()) - scores.begin());
+            chosen[i] = (int32_t)(std::max_element(corrected.begin(), corrected.end()) - corrected.begin());
             weight[i] = scores[chosen[i]];
             sum_of_chosen += weight[i];
-            scores[chosen[i]] = -1;
+            corrected[chosen[i]] = -INFINITY;
         }
-        for (int64_t i = 0; i < num_choices; ++i) weight[i] /= normalizes ? sum_of_chosen : sum_of_all;
+        float divisor = router.has_sigmoid ? 1.0f : sum_of_all;
+        if (router.normalizes) divisor = sum_of_chosen + router.epsilon;
+        for (int64_t i = 0; i < num_choices; ++i) weight[i] = weight[i] / divisor * router.scale;
+    }
+
+    // The weight of the shared expert of a row: the sigmoid of a product with `gate[width]`.
+    void weigh_shared(int64_t row, const float* x, const float* gate, int64_t width) const {
+        shared_weights[row] = 1.0f / (1.0f + std::exp(-product(x, gate, width)));
     }
 
     // Orders the choices of `num_rows` rows by expert. `groups` gets the experts that have rows, and has capacity for

@@ -1,4 +1,4 @@
-"""Gated delta net of Qwen3.5: the state is a matrix for each head, which every token decays and corrects.
+"""Gated delta net of Qwen3.5 and Qwen3-Next: the state is a matrix for each head, which a token decays and corrects.
 
     S[t] = exp(g[t]) * S[t-1] + k[t] u[t]ᵀ,  u[t] = beta[t] * (v[t] - exp(g[t]) * S[t-1]ᵀ k[t]),  o[t] = S[t]ᵀ q[t]
 
@@ -26,7 +26,7 @@ from torch.nn import functional
 # The boundary of a slot is less than two chunks before the last position.
 from inflight.common.model_files.recurrent import DELTA_GRID as GRID
 from inflight.common.model_files.recurrent import DELTA_PLACES as NUM_PLACES
-from inflight.executor.recurrent.mixer import StateSizes, StateStep
+from inflight.executor.recurrent.mixer import MixerShape, MixerWeights, StateSizes, StateStep
 from inflight.executor.recurrent.short_conv import ConvMemory, convolve
 
 TILE = 16
@@ -238,8 +238,8 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, source: Any) -> None:
         super().__init__()
-        self.in_proj_qkv, self.in_proj_z = source.in_proj_qkv, source.in_proj_z
-        self.in_proj_b, self.in_proj_a = source.in_proj_b, source.in_proj_a
+        projections: tuple[Any, ...] = _divided(source) if hasattr(source, "in_proj_qkvz") else _as_they_are(source)
+        self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a = projections
         self.norm, self.out_proj = source.norm, source.out_proj
         self._key_heads, self._heads = source.num_k_heads, source.num_v_heads
         self._key_dim, self._value_dim = source.head_k_dim, source.head_v_dim
@@ -263,6 +263,16 @@ class GatedDeltaNet(nn.Module):
             zeros(sizes.num_checkpoints, self._heads, key_dim, value_dim),
         )
 
+    def weights(self) -> MixerWeights:
+        sizes = (self._key_heads, self._heads, self._key_dim, self._value_dim)
+        return MixerWeights(
+            MixerShape(len(self._taps), len(self._taps[0]), *sizes),
+            (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a),
+            self.out_proj,
+            torch.stack(self._taps),
+            (self._rates, self._bias.float(), self.norm.weight.detach().float()),
+        )
+
     def mix(self, inputs: Tensor, memory: DeltaMemory, step: StateStep) -> Tensor:
         mixed = convolve(memory.conv.taps(self.in_proj_qkv(inputs), step), self._taps)
         mixed = functional.silu(mixed).to(inputs.dtype).float()
@@ -282,6 +292,35 @@ class GatedDeltaNet(nn.Module):
         gate = self.in_proj_z(inputs).unflatten(-1, (self._heads, self._value_dim))
         result: Tensor = self.out_proj(self.norm(outputs, gate).flatten(1))
         return result
+
+
+def _as_they_are(source: Any) -> tuple[Any, ...]:
+    return source.in_proj_qkv, source.in_proj_z, source.in_proj_b, source.in_proj_a
+
+
+def _divided(source: Any) -> tuple[nn.Linear, ...]:
+    """Returns the same of a module of Qwen3-Next, which has two projections. Their rows are those of each head of keys
+    behind each other: its query, its key, and the values and z of its heads; b and a of these. Quantized ones are
+    expanded."""
+    key_heads, key_dim = source.num_k_heads, source.head_k_dim
+    group = source.num_v_heads // key_heads
+    values = group * source.head_v_dim
+    rows: list[Tensor] = []
+    for linear, sizes in (
+        (source.in_proj_qkvz, (key_dim, key_dim, values, values)),
+        (source.in_proj_ba, (group, group)),
+    ):
+        matrix: Any = linear.weight
+        weight = matrix.detach() if isinstance(matrix, Tensor) else matrix.dequantized().to(source.dt_bias.dtype)
+        rows += [part.flatten(0, 1) for part in weight.unflatten(0, (key_heads, -1)).split(sizes, 1)]
+    queries, keys, of_values, z, b, a = rows
+    return tuple(_linear(weight) for weight in (torch.cat((queries, keys, of_values)), z, b, a))
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+    return linear
 
 
 def _normed(vectors: Tensor) -> Tensor:

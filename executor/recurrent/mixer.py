@@ -21,6 +21,38 @@ from inflight.executor.step.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
+class MixerShape:
+    """Sizes of a recurrent layer: a convolution of `channels` over `conv_width` positions and, in a gated delta net,
+    `num_heads` states of `key_dim` times `value_dim` numbers on `num_key_heads` heads of keys. Without it, in a short
+    convolution, these are 0."""
+
+    conv_width: int
+    channels: int
+    num_key_heads: int = 0
+    num_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+    @property
+    def depth(self) -> int:
+        """Numbers of a position before the output projection."""
+        return self.num_heads * self.value_dim or self.channels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixerWeights:
+    """The weights of a recurrent layer, for a native forward pass. `inputs` are the linear layers whose outputs, one
+    behind the other, are what the layer mixes. The rest is float32: `taps[conv_width, channels]`, the oldest first, and
+    the `vectors` that follow them in the C++ code (recurrent.h)."""
+
+    shape: MixerShape
+    inputs: tuple[Any, ...]
+    output: Any
+    taps: Tensor
+    vectors: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StateSizes:
     """The memory of a recurrent layer: slots, checkpoints, and how many drafts a step verifies at most."""
 
@@ -67,6 +99,10 @@ class Mixer(Protocol):
 
     def allocate(self, sizes: StateSizes, dtype: torch.dtype, device: torch.device) -> LayerMemory:
         """Allocates the memory of a layer, for activations of `dtype`."""
+        ...
+
+    def weights(self) -> MixerWeights:
+        """Returns the weights, as they are now: they may have been rounded since it was made."""
         ...
 
     def mix(self, inputs: Tensor, memory: Any, step: StateStep) -> Tensor:

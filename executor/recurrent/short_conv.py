@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inflight.executor.recurrent.mixer import StateSizes, StateStep
+from inflight.executor.recurrent.mixer import MixerShape, MixerWeights, StateSizes, StateStep
+
+
+def num_conv_places(width: int, max_drafts: int) -> int:
+    """Returns the inputs that a slot of a convolution over `width` positions keeps.
+
+    Of a sequence whose next position is p, a step reads inputs from p - max_drafts - width + 2 on, because drafts may
+    have passed the place of a checkpoint. The step before wrote up to p + max_drafts - 1.
+    """
+    return max(1, width - 1, width - 2 + 2 * max_drafts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,12 +39,8 @@ class ConvMemory:
     def allocate(
         cls, num_channels: int, width: int, sizes: StateSizes, dtype: torch.dtype, device: torch.device
     ) -> ConvMemory:
-        """Allocates the memory of a convolution over `width` positions.
-
-        Of a sequence whose next position is p, a step reads inputs from p - max_drafts - width + 2 on, because drafts
-        may have passed the place of a checkpoint. The step before wrote up to p + max_drafts - 1.
-        """
-        num_places = max(1, width - 1, width - 2 + 2 * sizes.max_drafts)
+        """Allocates the memory of a convolution over `width` positions."""
+        num_places = num_conv_places(width, sizes.max_drafts)
         return cls(
             torch.zeros((sizes.num_slots, num_places, num_channels), dtype=dtype, device=device),
             torch.zeros((sizes.num_checkpoints, width - 1, num_channels), dtype=dtype, device=device),
@@ -110,6 +115,11 @@ class ShortConvolution(nn.Module):
 
     def allocate(self, sizes: StateSizes, dtype: torch.dtype, device: torch.device) -> ConvMemory:
         return ConvMemory.allocate(len(self._taps[0]), len(self._taps), sizes, dtype, device)
+
+    def weights(self) -> MixerWeights:
+        bias = torch.zeros_like(self._taps[0]) if self._bias is None else self._bias
+        shape = MixerShape(len(self._taps), len(bias))
+        return MixerWeights(shape, (self.in_proj,), self.out_proj, torch.stack(self._taps), (bias,))
 
     def mix(self, inputs: Tensor, memory: ConvMemory, step: StateStep) -> Tensor:
         before, after, values = self.in_proj(inputs).chunk(3, -1)

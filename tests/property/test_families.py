@@ -19,6 +19,7 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Glm4Config,
+    Glm4MoeConfig,
     GraniteConfig,
     GraniteMoeConfig,
     HunYuanDenseV1Config,
@@ -46,6 +47,8 @@ from inflight.executor.model.model import PagedModel
 from inflight.executor.model.self_check import relative_distance
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
 from inflight.executor.step.batch import pack
+from tests.property.test_hybrid_models import CONFIGS as HYBRID_CONFIGS
+from tests.property.test_native_hybrid import WITH_EXPERTS
 from tests.property.test_row_invariance import BLOCK_SIZE, one_by_one, sequence_of
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.greedy import assert_same, generate_alone, generate_together
@@ -99,11 +102,25 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3-moe": Qwen3MoeConfig(
         **sizes(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=False)
     ),
+    "qwen3-moe-dense-layer": Qwen3MoeConfig(
+        **sizes(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, mlp_only_layers=[0])
+    ),
+    "qwen2-moe": Qwen2MoeConfig(
+        **sizes(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, shared_expert_intermediate_size=72)
+    ),
+    # The first layer is dense, and the shared expert has no gate.
+    "glm4-moe": Glm4MoeConfig(
+        **sizes(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=40, first_k_dense_replace=1),
+        routed_scaling_factor=1.5,
+        use_qk_norm=True,
+    ),
+    "minimax-m2": MiniMaxM2Config(**sizes(num_local_experts=6, num_experts_per_tok=2)),
     "olmoe": OlmoeConfig(**sizes(num_experts=6, num_experts_per_tok=3)),
     "granite-moe": GraniteMoeConfig(
         **sizes(num_local_experts=6, num_experts_per_tok=2, residual_multiplier=0.5, logits_scaling=4.0)
     ),
 }
+HYBRIDS = (*HYBRID_CONFIGS.values(), *WITH_EXPERTS.values())
 FORMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype_name": "float32"},
     "bfloat16": {"dtype_name": "bfloat16"},
@@ -207,8 +224,8 @@ def test_greedy_ids_are_those_of_the_largest_logits(model: PagedModel) -> None:
 def test_every_family_is_tested() -> None:
     tested = {type(AutoModelForCausalLM.from_config(config)).__name__ for config in CONFIGS.values()}
     elsewhere = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-    on_gpus = {"Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM", "Qwen2MoeForCausalLM"}
-    assert tested | elsewhere | on_gpus == FAMILIES.keys()
+    hybrid = {type(AutoModelForCausalLM.from_config(config)).__name__ for config in HYBRIDS}
+    assert tested | elsewhere | hybrid == FAMILIES.keys()
 
 
 def longrope(**changes: Any) -> PretrainedConfig:
@@ -292,20 +309,15 @@ EXPERTS = {"num_hidden_layers": 1, "num_experts_per_tok": 2, "moe_intermediate_s
     ("config", "reason"),
     [
         (
-            Qwen3MoeConfig(**sizes(num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0])),
-            "some of its layers have experts and others have not",
+            Glm4MoeConfig(**sizes(**EXPERTS, n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=0)),
+            "its router chooses among groups of experts",
         ),
-        (
-            Qwen2MoeConfig(**sizes(**EXPERTS, num_experts=4, shared_expert_intermediate_size=32)),
-            "it has a shared expert",
-        ),
-        (MiniMaxM2Config(**sizes(**EXPERTS, num_local_experts=4)), "its router is not a softmax alone"),
         (
             OlmoeConfig(**sizes(**EXPERTS, num_experts=4, clip_qkv=8.0)),
             "its queries, keys and values are clipped",
         ),
     ],
-    ids=["dense-layer", "shared-expert", "sigmoid", "clipped"],
+    ids=["groups", "clipped"],
 )
 def test_other_layers_with_experts_are_left_to_transformers(
     config: PretrainedConfig, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

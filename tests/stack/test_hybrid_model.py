@@ -125,7 +125,9 @@ def test_gguf_files_with_recurrent_layers_are_refused_by_name(architecture: str,
 
 
 def test_ranks_are_refused_by_name(hybrid_model: Path) -> None:
-    with pytest.raises(ModelError, match=r"tensor parallelism needs the native forward pass .* Lfm2ForCausalLM"):
+    with pytest.raises(
+        ModelError, match=r"tensor parallelism needs the native forward pass .* it has recurrent layers"
+    ):
         load_model(resolve_model(str(hybrid_model)), dtype_name="float32", device_name="cpu", shard=Shard(0, 2))
 
 
@@ -147,10 +149,9 @@ def test_a_model_for_images_is_served_for_its_text(tmp_path: Path) -> None:
     ("changes", "error"),
     [
         ({"kv_cache_host_memory_bytes": 1_000_000}, "kv_cache_host_memory_bytes is for models without recurrent"),
-        ({"weight_dtype": "int8"}, "int8 weights need the native forward pass on a CPU, and Lfm2ForCausalLM"),
-        ({"weight_dtype": "int4"}, "int4 weights need the native forward pass on a CPU, and Lfm2ForCausalLM"),
+        ({"weight_dtype": "fp8"}, "fp8 weights need the native forward pass on a GPU"),
         ({"attention_backend": "triton"}, "its recurrent layers need a CPU"),
-        ({"adapter_folder": "."}, "adapter_folder=. needs a native forward pass"),
+        ({"adapter_folder": "."}, "adapter_folder=.: adapters of models with recurrent layers"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 VOCABULARY_SIZE = 96
+# Ends of the names of what routers add for the choice of experts.
+CORRECTIONS = ("correction_bias", "expert_bias")
 
 
 def sizes(**changes: Any) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def save_model(config: PretrainedConfig, folder: Path, seed: int = 0, *, has_ran
         torch.manual_seed(seed)
         network: Any = AutoModelForCausalLM.from_config(config)
         if has_random_vectors:
-            corrections = [buffer for name, buffer in network.named_buffers() if name.endswith("correction_bias")]
+            corrections = [buffer for name, buffer in network.named_buffers() if name.endswith(CORRECTIONS)]
             for vector in [*(weight for weight in network.parameters() if weight.ndim == 1), *corrections]:
                 vector.requires_grad_(False).add_(0.2 * torch.randn_like(vector))
     network.save_pretrained(str(folder))

@@ -15,7 +15,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from inflight.common.prefix_names import PrefixName
+from inflight.common.protocol import PrefixName
 from inflight.executor.scheduler.blocks import WindowTable
 from inflight.executor.scheduler.step_constraint import StepConstraint
 from inflight.executor.speculation.proposer import Proposer

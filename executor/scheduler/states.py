@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from inflight.common.prefix_names import PrefixName, name_salt, state_positions
+from inflight.common.protocol import PrefixName, name_salt, state_positions
 from inflight.executor.scheduler.limits import StateLimits
 from inflight.executor.scheduler.plan_builder import StepBuilder
 from inflight.executor.scheduler.sequence import Sequence, StateLoad, StateSave

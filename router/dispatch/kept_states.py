@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class KeptStates:
-    """A container of names of prefixes (`inflight.common.prefix_names`)."""
+    """A container of names of prefixes (`inflight.common.protocol`)."""
 
     def __init__(self) -> None:
         self._of: dict[str, frozenset[bytes]] = {}

@@ -8,7 +8,7 @@ By chain hashes of a prompt's prefixes the ledger finds the executor that has co
 share a hash if tenant, salt, adapter and all tokens of the prefix agree. Only prefixes of 1, 2, 4, 8, … full blocks and
 the longest one are hashed. So a match is at least half as long as the shared prefix, and the number of hashes stays
 small. For a model with recurrent layers other prefixes are named: only those are of use at whose end the executor keeps
-their state (`inflight.common.prefix_names`).
+their state (`inflight.common.protocol`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import hashlib
 from array import array
 from collections.abc import Collection, Container, Sequence
 
-from inflight.common.prefix_names import PrefixName, name_salt, state_positions
+from inflight.common.protocol import PrefixName, name_salt, state_positions
 from inflight.router.ledger.types import DEFAULT_TENANT
 from inflight.v1 import executor_pb2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from inflight.common.prefix_names import PrefixName, state_positions
+from inflight.common.protocol import PrefixName, state_positions
 from inflight.router.dispatch.kept_states import KeptStates
 from inflight.router.request.ids import MAX_PREFIXES, named_block_counts, prefix_hashes, state_prefixes
 

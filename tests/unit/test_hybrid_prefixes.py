@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from inflight.router.request.ids import prefix_word, state_prefixes
 from tests.support.scheduler.agent_trace import END, GRID, AgentTrace, Call, HybridCache, ideal_hits
 
 SYSTEM = (*range(100, 299), END)
@@ -114,6 +115,17 @@ def test_a_collapse_of_reuse_can_be_seen() -> None:
     counts = too_few.scheduler.kv_counts().states
     assert counts is not None
     assert counts.dropped == 14
+
+
+def test_names_in_reports_are_those_of_routers() -> None:
+    cache = HybridCache(400, 20)
+    prompt = (*SYSTEM, *USER, *words(5000, 300), END, 8)
+    hits(cache, prompt)
+    counts = cache.scheduler.kv_counts().states
+    assert counts is not None
+    named = state_prefixes(prompt, {END}, GRID, b"")
+    assert {name.partition(":")[0] for name in named} == {prefix_word(name) for name in counts.names}
+    assert len(named) == 3
 
 
 def test_a_state_whose_block_is_evicted_makes_room() -> None:

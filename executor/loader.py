@@ -211,7 +211,12 @@ def _allocate_hybrid(
         max_num_sequences=sizes.num_seats,
         num_standby_sequences=_num_standby(settings, sizes.num_seats),
         enable_prefix_cache=limits.enable_prefix_cache and sizes.num_checkpoints > 0,
-        states=StateLimits(sizes.num_slots, sizes.num_checkpoints, sizes.checkpoint_tokens),
+        states=StateLimits(
+            sizes.num_slots,
+            sizes.num_checkpoints,
+            sizes.checkpoint_tokens,
+            frozenset(model.description.eos_token_ids),
+        ),
     )
 
 

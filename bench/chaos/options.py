@@ -11,7 +11,7 @@ from pathlib import Path
 
 from inflight.bench.chaos.load import Manner
 from inflight.bench.chaos.schedule import ADAPTER_KINDS, FaultKind
-from inflight.bench.fleet.tiny_model import NAME as TINY
+from inflight.bench.fleet.tiny_model import NAMES as TINY
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ChaosOptions:
     @property
     def is_tiny(self) -> bool:
         """Whether it is the model that is made for this."""
-        return self.model == TINY
+        return self.model in TINY
 
 
 def parse_options(argv: Sequence[str]) -> ChaosOptions:
@@ -88,7 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--seconds", type=float, default=60.0, metavar="S", help="how long faults go on; default: 60")
     add("--seed", type=int, metavar="N", help="the same faults and requests again; default: another one every time")
-    add("--model", default="", metavar="MODEL", help=f"{TINY}, or as for `inflight up`; default: SmolLM2-135M-Instruct")
+    add(
+        "--model",
+        default="",
+        metavar="MODEL",
+        help=f"{', '.join(TINY)}, or as for `inflight up`; default: SmolLM2-135M-Instruct",
+    )
     add("--routers", type=int, default=2, metavar="N", help="default: 2")
     add("--executors", type=int, default=2, metavar="N", help="default: 2")
     add("--seats", type=int, default=4, metavar="N", help="of each executor; default: 4")

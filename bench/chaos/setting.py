@@ -59,7 +59,7 @@ def setting_of(options: ChaosOptions) -> Iterator[Setting]:
         ModelError: the model is not there or not whole.
     """
     with tempfile.TemporaryDirectory(prefix="inflight-chaos-") as folder:
-        model = str(write_tiny_model(Path(folder))) if options.is_tiny else options.model
+        model = str(write_tiny_model(Path(folder), name=options.model)) if options.is_tiny else options.model
         source = resolve_model(model)
         lengths = TINY_LENGTHS if options.is_tiny else LENGTHS
         local = local_model(model)

@@ -17,15 +17,17 @@ from inflight.bench.simulation.invariants import InvariantChecker
 from inflight.bench.simulation.session import Session
 from inflight.bench.timeline.timeline import US_PER_S, Process, Timeline
 from inflight.bench.timeline.traffic import STOP_ID, VOCABULARY_SIZE, SimRequest
+from inflight.common.kv_size import num_slots
 from inflight.common.protocol import PROTOCOL_VERSION
 from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.output import EngineOutput, EngineStatus
 from inflight.executor.engine.prefill_budget import PrefillBudget
 from inflight.executor.scheduler.admission import Refusal
 from inflight.executor.scheduler.blocks import BlockPool
-from inflight.executor.scheduler.limits import InterTokenTargets
+from inflight.executor.scheduler.limits import InterTokenTargets, StateLimits
 from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.sequence import FinishReason, Sampling, Sequence, Stopping
+from inflight.executor.serving.report import states_proto
 from inflight.v1 import executor_pb2
 
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
@@ -53,12 +55,18 @@ class ExecutorShape:
     has_prefix_cache: bool = False
     policy: SchedulerPolicy = SchedulerPolicy.GUARANTEED_NO_EVICT
     num_host_blocks: int = 0
+    num_checkpoints: int | None = None
+    """Of recurrent state, at each `grid_blocks` blocks; None: no layer is recurrent."""
+    grid_blocks: int = 1
     overlap: bool = True
     max_inter_token_ms: float = 0.0
     cost: StepCost = field(default=H200)
 
     def limits(self) -> SchedulerLimits:
         """The limits of the scheduler."""
+        states = None
+        if self.num_checkpoints is not None:
+            states = StateLimits(num_slots(self.num_seats), self.num_checkpoints, self.grid_blocks * self.block_size)
         return SchedulerLimits(
             max_num_sequences=self.num_seats,
             num_standby_sequences=self.num_standby,
@@ -69,6 +77,7 @@ class ExecutorShape:
             enable_prefix_cache=self.has_prefix_cache,
             policy=self.policy,
             num_host_blocks=self.num_host_blocks,
+            states=states,
         )
 
 
@@ -137,6 +146,7 @@ class SimExecutor:
             vocabulary_size=VOCABULARY_SIZE,
             batching=f"BATCHING_MODE_{self.shape.batching.name}",
             scheduler_policy=f"SCHEDULER_POLICY_{policy.name}",
+            state_grid_tokens=0 if limits.states is None else limits.states.grid_tokens,
         )
 
     # What routers send.
@@ -292,6 +302,10 @@ class SimExecutor:
             step_ms=status.step_ms if status else 0.0,
             prefill_tokens_per_s=status.prefill_tokens_per_s if status else 0.0,
         )
+        if self.scheduler.states is not None:
+            counts = self.scheduler.states.counts()
+            report.states.CopyFrom(states_proto(counts))
+            report.checkpoint_names.extend(int.from_bytes(name, "little") for name in counts.names)
         # As `PlacementTable.reported`: only what was published, because the loop is a step ahead of the tokens.
         for one in status.held if status else ():
             report.held.add(request_id=one.request_id, attempt=one.attempt, reserved_blocks=one.reserved_blocks)

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from inflight.bench.fleet.tiny_model import NAME as TINY
+from inflight.bench.fleet.tiny_model import NAMES as TINY
 from inflight.bench.soak.soak import SoakOptions, soak
 from inflight.bench.targets.command_errors import with_command_errors
 from inflight.cli.console import run_in_foreground, run_main
@@ -29,7 +29,12 @@ def parse_options(argv: Sequence[str]) -> SoakOptions:
     add = parser.add_argument
     add("--seconds", type=float, default=3600.0, metavar="S", help="how long; default: 3600")
     add("--seed", type=int, default=0, metavar="N", help="other requests; default: 0")
-    add("--model", default="", metavar="MODEL", help=f"{TINY}, or as for `inflight up`; default: SmolLM2-135M-Instruct")
+    add(
+        "--model",
+        default="",
+        metavar="MODEL",
+        help=f"{', '.join(TINY)}, or as for `inflight up`; default: SmolLM2-135M-Instruct",
+    )
     add("--routers", type=int, default=2, metavar="N", help="default: 2")
     add("--executors", type=int, default=2, metavar="N", help="default: 2")
     add("--seats", type=int, default=8, metavar="N", help="of each executor; default: 8")

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from inflight import AsyncClient
 from inflight.bench.fleet.health import leak_of
-from inflight.bench.fleet.tiny_model import NAME as TINY
+from inflight.bench.fleet.tiny_model import NAMES as TINY
 from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.bench.report.page import write_report
 from inflight.bench.soak.load import SoakLoad
@@ -62,7 +62,7 @@ async def soak(options: SoakOptions) -> int:
     """Runs one soak and returns the exit code: 0 if nothing failed and nothing grows."""
     console = Console()
     with tempfile.TemporaryDirectory(prefix="inflight-soak-") as folder:
-        model = str(write_tiny_model(Path(folder))) if options.model == TINY else options.model
+        model = str(write_tiny_model(Path(folder), name=options.model)) if options.model in TINY else options.model
         async with (
             LocalStack(_stack(options, model)) as stack,
             AsyncClient(*stack.router_addresses) as client,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from inflight.bench.timeline.timeline import US_PER_S
 from inflight.bench.timeline.traffic import VOCABULARY_SIZE, SimRequest, poisson_us
-from inflight.router.request.ids import prefix_hashes
+from inflight.router.ledger.types import DEFAULT_TENANT
+from inflight.router.request.ids import prefix_hashes, state_prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class Conversations:
     block_size: int = 16
     num_systems: int = 1
     """Chats share one of so many beginnings of `system_tokens`, the first ones more often."""
+    state_grid_tokens: int = 0
+    """As in `DescribeResponse`."""
 
     def requests(self, seed: int, duration_s: float, *, names_prefixes: bool) -> list[SimRequest]:
         """Returns all turns that begin within so long, by arrival."""
@@ -63,6 +66,10 @@ class Conversations:
     def _request(
         self, number: int, arrival_us: int, prompt: tuple[int, ...], num_output: int, names_prefixes: bool
     ) -> SimRequest:
-        hashes = prefix_hashes(prompt, self.block_size, b"") if names_prefixes else ()
+        hashes: tuple[str, ...] = ()
+        if names_prefixes and self.state_grid_tokens:
+            hashes = state_prefixes(prompt, (), self.state_grid_tokens, DEFAULT_TENANT.encode())
+        elif names_prefixes:
+            hashes = prefix_hashes(prompt, self.block_size, b"")
         limit = self.output_tokens[1] + 1
         return SimRequest(number, f"chat{number}", arrival_us, prompt, num_output, limit, prefix_hashes=hashes)

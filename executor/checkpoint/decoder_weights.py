@@ -465,7 +465,7 @@ def _read_layer(module: Any, family: Family) -> LayerWeights:
         gate_up_parts=_gate_up_parts(feed_forward),
         down=_weight(_down(feed_forward)),
         feed_forward_output_norm=_norm_weight(module, norms.feed_forward_output, family),
-        sinks=getattr(attention, "sinks", None),
+        sinks=getattr(getattr(module, "self_attn", None), "sinks", None),
         **_read_routing(_block(module)),
     )
 

@@ -82,11 +82,13 @@ class KvWindow:
 @dataclass(frozen=True, slots=True)
 class StateLimits:
     """The memory of recurrent layers: slots, one for each sequence that may hold one at a time, and checkpoints, which
-    are at multiples of `grid_tokens` (`inflight.executor.scheduler.states`)."""
+    are at multiples of `grid_tokens` (`inflight.executor.scheduler.states`). `end_token_ids` end the messages of
+    prompts."""
 
     num_slots: int
     num_checkpoints: int
     grid_tokens: int
+    end_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

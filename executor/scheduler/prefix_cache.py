@@ -81,7 +81,7 @@ class PrefixCache:
         self._states = states
         self._host = host
         self._enabled = enabled
-        if enabled and host.num_blocks:
+        if enabled and (host.num_blocks or states is not None):
             pool.evicted = []
         # Tokens looked up for sequences that boarded, those of them found, and of the latter those found in host
         # memory, since the start.
@@ -181,10 +181,13 @@ class PrefixCache:
         self._host.unhold(prefix.host_blocks[num_back:], are_in_pool=False)
 
     def store_evicted(self, builder: StepBuilder) -> None:
-        """Has the blocks that were evicted for this plan copied to host memory, as far as there is room and time."""
+        """Has the blocks that were evicted for this plan copied to host memory, as far as there is room and time. The
+        recurrent state at their ends is of no use any more."""
         evicted = self._pool.evicted
         if not evicted:
             return
+        if self._states is not None:
+            self._states.evicted(block_hash for _, block_hash in evicted)
         missing = [(block, block_hash) for block, block_hash in evicted if not self._host.keep(block_hash)]
         num_storable = min(len(missing), builder.num_storable, self._host.num_available)
         # The tail of a prefix is evicted first and is of no use without its head.

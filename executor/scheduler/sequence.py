@@ -15,6 +15,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+from inflight.common.protocol import PrefixName
 from inflight.executor.scheduler.blocks import WindowTable
 from inflight.executor.scheduler.step_constraint import StepConstraint
 from inflight.executor.speculation.proposer import Proposer
@@ -169,7 +170,9 @@ class Sequence:
     With recurrent layers, `state_slot` is its slot of their state while it is boarded, and `state_load` the checkpoint
     that the plan which boards it has to load there. The first `branch_tokens` tokens had their KV in the prefix cache
     then. No state of the first `num_passed_states` tokens or fewer is to be saved any more. `newest_state` is the hash
-    of the prefix of the last state of its output that was kept.
+    of the prefix of the last state of its output that was kept, and `kept_states` are those of all states of its
+    prefixes that were kept, shortest first. `state_positions` are those of its prompt whose state is kept, and
+    `state_name` names its prefixes; None until they are needed.
 
     The larger `priority` is served first. `inter_token_target_ms` is the longest step that it should decode in; None:
     any. `deadline_ms` is by the engine's clock and only compared here. `arrival` is
@@ -211,6 +214,9 @@ class Sequence:
     branch_tokens: int = 0
     num_passed_states: int = 0
     newest_state: bytes | None = None
+    kept_states: list[bytes] = field(default_factory=list)
+    state_positions: tuple[int, ...] | None = None
+    state_name: PrefixName | None = None
     length_limit: int = 0
     seat: int | None = None
     num_in_flight: int = 0

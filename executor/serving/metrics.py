@@ -152,7 +152,9 @@ class StandingMetrics(Collector):
         counters = (
             ("state_checkpoints_saved", "Checkpoints of prefixes that were saved.", states.saved),
             ("state_checkpoints_loaded", "Checkpoints that sequences boarded with.", states.loaded),
-            ("state_checkpoints_dropped", "Checkpoints dropped for others.", states.dropped),
+            ("state_checkpoints_dropped", "Checkpoints dropped for others or with their block.", states.dropped),
+            ("state_prefix_kv_tokens", "Prompt tokens whose KV was found.", states.kv_tokens),
+            ("state_prefix_usable_tokens", "Of these, tokens with a checkpoint behind them.", states.usable_tokens),
         )
         yield from _families(GaugeMetricFamily, "inflight_", "model", model, gauges)
         yield from _families(CounterMetricFamily, "inflight_", "model", model, counters)

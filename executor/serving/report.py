@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from inflight.executor.engine.output import EngineStatus, ReportedSequence
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.seat_view import SequencePhase
+from inflight.executor.scheduler.states import StateCounts
 from inflight.executor.scheduler.step_constraint import StepConstraint
 from inflight.v1 import executor_pb2, stats_pb2, types_pb2
 
@@ -148,6 +149,20 @@ def policy_proto(limits: SchedulerLimits) -> types_pb2.SchedulerPolicy:
     return types_pb2.SCHEDULER_POLICY_GUARANTEED_NO_EVICT
 
 
+def states_proto(states: StateCounts) -> types_pb2.RecurrentStates:
+    return types_pb2.RecurrentStates(
+        num_slots=states.slots,
+        used_slots=states.used_slots,
+        num_checkpoints=states.checkpoints,
+        kept_checkpoints=states.kept_checkpoints,
+        saved_checkpoints=states.saved,
+        loaded_checkpoints=states.loaded,
+        dropped_checkpoints=states.dropped,
+        kv_tokens=states.kv_tokens,
+        usable_tokens=states.usable_tokens,
+    )
+
+
 def report_of(seq: int, status: EngineStatus, held: Iterable[ReportedSequence], rates: Rates) -> executor_pb2.Report:
     """Makes a report. `held` are the sequences that the ledger should count as held."""
     report = executor_pb2.Report(
@@ -191,6 +206,9 @@ def report_of(seq: int, status: EngineStatus, held: Iterable[ReportedSequence], 
     host_prefixes = status.kv.host_prefixes
     if host_prefixes.stored_blocks:
         report.host_prefixes.MergeFrom(types_pb2.HostPrefixes(**host_prefixes._asdict()))
+    if (states := status.kv.states) is not None:
+        report.states.CopyFrom(states_proto(states))
+        report.checkpoint_names.extend(int.from_bytes(name, "little") for name in states.names)
     for one in held:
         report.held.add(
             request_id=one.request_id,

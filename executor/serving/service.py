@@ -30,6 +30,7 @@ from inflight.executor.serving.placements import PlacementTable, RetentionPolicy
 from inflight.executor.serving.report import RecentRates, Reporter, report_of
 from inflight.executor.serving.router_session import FINISH_REASON_PROTO, Session
 from inflight.executor.serving.served_engine import Grammars, ServedEngine
+from inflight.executor.serving.state_reuse import StateReuse
 from inflight.executor.serving.step_feed import StepWatch
 from inflight.executor.serving.submission import SubmissionError, SubmissionLimits, sequence_from_submit
 from inflight.executor.serving.tracing import trace_submit
@@ -96,6 +97,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         if adapters is not None:
             adapters.on_change = self._reporter.send_now
         self._rates = RecentRates()
+        self._state_reuse = StateReuse()
         self.steps = StepWatch(identity.description, engine.list_sequences, lambda: self.has_work)
         # The newest status of the engine.
         self.status: EngineStatus | None = None
@@ -409,6 +411,8 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             self.status = output.status
             self._rates.observe(output.status.num_steps, output.status.num_output_tokens)
             self._reporter.update(output.status, is_urgent=is_urgent)
+            if output.status.kv.states is not None:
+                self._state_reuse.observe(output.status.kv.states)
         if self.num_held == 0:
             self._all_gone.set()
 

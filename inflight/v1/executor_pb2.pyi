@@ -31,7 +31,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("executor_id", "generation", "protocol_version", "model", "model_revision", "block_size", "total_blocks", "max_num_sequences", "num_standby_sequences", "max_num_tokens", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "batching", "backend", "dtype", "device", "scheduler_policy", "host_blocks", "kv_cache_dtype", "weight_dtype", "num_adapter_slots", "tensor_parallel_size", "inexact_resume")
+    __slots__ = ("executor_id", "generation", "protocol_version", "model", "model_revision", "block_size", "total_blocks", "max_num_sequences", "num_standby_sequences", "max_num_tokens", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "batching", "backend", "dtype", "device", "scheduler_policy", "host_blocks", "kv_cache_dtype", "weight_dtype", "num_adapter_slots", "tensor_parallel_size", "state_grid_tokens", "inexact_resume")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class DescribeResponse(_message.Message):
     WEIGHT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     NUM_ADAPTER_SLOTS_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STATE_GRID_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INEXACT_RESUME_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     generation: int
@@ -81,8 +82,9 @@ class DescribeResponse(_message.Message):
     weight_dtype: str
     num_adapter_slots: int
     tensor_parallel_size: int
+    state_grid_tokens: int
     inexact_resume: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, executor_id: _Optional[str] = ..., generation: _Optional[int] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., num_standby_sequences: _Optional[int] = ..., max_num_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., backend: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., scheduler_policy: _Optional[_Union[_types_pb2.SchedulerPolicy, str]] = ..., host_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_dtype: _Optional[str] = ..., num_adapter_slots: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., inexact_resume: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, executor_id: _Optional[str] = ..., generation: _Optional[int] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., num_standby_sequences: _Optional[int] = ..., max_num_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., backend: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., scheduler_policy: _Optional[_Union[_types_pb2.SchedulerPolicy, str]] = ..., host_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_dtype: _Optional[str] = ..., num_adapter_slots: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., state_grid_tokens: _Optional[int] = ..., inexact_resume: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ServeRequest(_message.Message):
     __slots__ = ("hello", "submits", "cancels", "attaches", "ack", "refusal")
@@ -315,7 +317,7 @@ class SequenceLogprobs(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., offset: _Optional[int] = ..., values: _Optional[_Union[_types_pb2.PositionLogprobs, _Mapping]] = ...) -> None: ...
 
 class Report(_message.Message):
-    __slots__ = ("seq", "budget_blocks", "total_blocks", "used_blocks", "cached_blocks", "budget_sequences", "num_running", "num_waiting", "waiting_prefill_tokens", "held", "draining", "step_ms", "output_tokens_per_s", "prefill_tokens_per_s", "num_steps", "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile", "num_preemptions", "computed_tokens", "recomputed_tokens", "num_preempted", "used_host_blocks", "constraint", "bounds", "steps_per_s", "drafts", "adapters", "host_prefixes", "saved_blocks")
+    __slots__ = ("seq", "budget_blocks", "total_blocks", "used_blocks", "cached_blocks", "budget_sequences", "num_running", "num_waiting", "waiting_prefill_tokens", "held", "draining", "step_ms", "output_tokens_per_s", "prefill_tokens_per_s", "num_steps", "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile", "num_preemptions", "computed_tokens", "recomputed_tokens", "num_preempted", "used_host_blocks", "constraint", "bounds", "steps_per_s", "drafts", "adapters", "host_prefixes", "saved_blocks", "states", "checkpoint_names")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +350,8 @@ class Report(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     HOST_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     SAVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_NAMES_FIELD_NUMBER: _ClassVar[int]
     seq: int
     budget_blocks: int
     total_blocks: int
@@ -380,7 +384,9 @@ class Report(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterStatus]
     host_prefixes: _types_pb2.HostPrefixes
     saved_blocks: int
-    def __init__(self, seq: _Optional[int] = ..., budget_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., budget_sequences: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldSequence, _Mapping]]] = ..., draining: _Optional[bool] = ..., step_ms: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., exposed_host_ms: _Optional[float] = ..., device_busy_fraction: _Optional[float] = ..., device_busy_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ..., reserve_quantile: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., num_preempted: _Optional[int] = ..., used_host_blocks: _Optional[int] = ..., constraint: _Optional[_Union[_types_pb2.StepConstraint, str]] = ..., bounds: _Optional[_Iterable[_Union[_types_pb2.StepBound, _Mapping]]] = ..., steps_per_s: _Optional[float] = ..., drafts: _Optional[_Union[_types_pb2.DraftCounts, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterStatus, _Mapping]]] = ..., host_prefixes: _Optional[_Union[_types_pb2.HostPrefixes, _Mapping]] = ..., saved_blocks: _Optional[int] = ...) -> None: ...
+    states: _types_pb2.RecurrentStates
+    checkpoint_names: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, seq: _Optional[int] = ..., budget_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., budget_sequences: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_prefill_tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[HeldSequence, _Mapping]]] = ..., draining: _Optional[bool] = ..., step_ms: _Optional[float] = ..., output_tokens_per_s: _Optional[float] = ..., prefill_tokens_per_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., exposed_host_ms: _Optional[float] = ..., device_busy_fraction: _Optional[float] = ..., device_busy_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ..., reserve_quantile: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., num_preempted: _Optional[int] = ..., used_host_blocks: _Optional[int] = ..., constraint: _Optional[_Union[_types_pb2.StepConstraint, str]] = ..., bounds: _Optional[_Iterable[_Union[_types_pb2.StepBound, _Mapping]]] = ..., steps_per_s: _Optional[float] = ..., drafts: _Optional[_Union[_types_pb2.DraftCounts, _Mapping]] = ..., adapters: _Optional[_Iterable[_Union[AdapterStatus, _Mapping]]] = ..., host_prefixes: _Optional[_Union[_types_pb2.HostPrefixes, _Mapping]] = ..., saved_blocks: _Optional[int] = ..., states: _Optional[_Union[_types_pb2.RecurrentStates, _Mapping]] = ..., checkpoint_names: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AdapterStatus(_message.Message):
     __slots__ = ("name", "hash", "rank", "resident")

@@ -646,7 +646,7 @@ class GetCapacityRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class ExecutorCapacity(_message.Message):
-    __slots__ = ("executor_id", "model", "accepting", "seats_total", "seats_used", "num_waiting", "blocks_total", "blocks_used", "blocks_reserved", "blocks_cached", "block_size", "output_tokens_per_s", "step_ms", "batching", "num_steps", "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "scheduler_policy", "reserve_quantile", "num_preemptions", "computed_tokens", "recomputed_tokens", "num_preempted", "host_blocks_used", "host_blocks_total", "constraint", "bounds", "steps_per_s", "drafts", "host_prefixes")
+    __slots__ = ("executor_id", "model", "accepting", "seats_total", "seats_used", "num_waiting", "blocks_total", "blocks_used", "blocks_reserved", "blocks_cached", "block_size", "output_tokens_per_s", "step_ms", "batching", "num_steps", "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "scheduler_policy", "reserve_quantile", "num_preemptions", "computed_tokens", "recomputed_tokens", "num_preempted", "host_blocks_used", "host_blocks_total", "constraint", "bounds", "steps_per_s", "drafts", "host_prefixes", "states")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ACCEPTING_FIELD_NUMBER: _ClassVar[int]
@@ -679,6 +679,7 @@ class ExecutorCapacity(_message.Message):
     STEPS_PER_S_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     HOST_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     model: str
     accepting: bool
@@ -711,7 +712,8 @@ class ExecutorCapacity(_message.Message):
     steps_per_s: float
     drafts: _types_pb2.DraftCounts
     host_prefixes: _types_pb2.HostPrefixes
-    def __init__(self, executor_id: _Optional[str] = ..., model: _Optional[str] = ..., accepting: _Optional[bool] = ..., seats_total: _Optional[int] = ..., seats_used: _Optional[int] = ..., num_waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., block_size: _Optional[int] = ..., output_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., num_steps: _Optional[int] = ..., exposed_host_ms: _Optional[float] = ..., device_busy_fraction: _Optional[float] = ..., device_busy_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ..., scheduler_policy: _Optional[_Union[_types_pb2.SchedulerPolicy, str]] = ..., reserve_quantile: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., num_preempted: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., host_blocks_total: _Optional[int] = ..., constraint: _Optional[_Union[_types_pb2.StepConstraint, str]] = ..., bounds: _Optional[_Iterable[_Union[_types_pb2.StepBound, _Mapping]]] = ..., steps_per_s: _Optional[float] = ..., drafts: _Optional[_Union[_types_pb2.DraftCounts, _Mapping]] = ..., host_prefixes: _Optional[_Union[_types_pb2.HostPrefixes, _Mapping]] = ...) -> None: ...
+    states: _types_pb2.RecurrentStates
+    def __init__(self, executor_id: _Optional[str] = ..., model: _Optional[str] = ..., accepting: _Optional[bool] = ..., seats_total: _Optional[int] = ..., seats_used: _Optional[int] = ..., num_waiting: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., block_size: _Optional[int] = ..., output_tokens_per_s: _Optional[float] = ..., step_ms: _Optional[float] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., num_steps: _Optional[int] = ..., exposed_host_ms: _Optional[float] = ..., device_busy_fraction: _Optional[float] = ..., device_busy_s: _Optional[float] = ..., elapsed_s: _Optional[float] = ..., scheduler_policy: _Optional[_Union[_types_pb2.SchedulerPolicy, str]] = ..., reserve_quantile: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., num_preempted: _Optional[int] = ..., host_blocks_used: _Optional[int] = ..., host_blocks_total: _Optional[int] = ..., constraint: _Optional[_Union[_types_pb2.StepConstraint, str]] = ..., bounds: _Optional[_Iterable[_Union[_types_pb2.StepBound, _Mapping]]] = ..., steps_per_s: _Optional[float] = ..., drafts: _Optional[_Union[_types_pb2.DraftCounts, _Mapping]] = ..., host_prefixes: _Optional[_Union[_types_pb2.HostPrefixes, _Mapping]] = ..., states: _Optional[_Union[_types_pb2.RecurrentStates, _Mapping]] = ...) -> None: ...
 
 class QueueDepth(_message.Message):
     __slots__ = ("model", "priority", "num_requests")

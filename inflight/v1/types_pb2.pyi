@@ -101,6 +101,28 @@ class HostPrefixes(_message.Message):
     hit_tokens: int
     def __init__(self, num_blocks: _Optional[int] = ..., stored_blocks: _Optional[int] = ..., restored_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
+class RecurrentStates(_message.Message):
+    __slots__ = ("num_slots", "used_slots", "num_checkpoints", "kept_checkpoints", "saved_checkpoints", "loaded_checkpoints", "dropped_checkpoints", "kv_tokens", "usable_tokens")
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    USED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    USABLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_slots: int
+    used_slots: int
+    num_checkpoints: int
+    kept_checkpoints: int
+    saved_checkpoints: int
+    loaded_checkpoints: int
+    dropped_checkpoints: int
+    kv_tokens: int
+    usable_tokens: int
+    def __init__(self, num_slots: _Optional[int] = ..., used_slots: _Optional[int] = ..., num_checkpoints: _Optional[int] = ..., kept_checkpoints: _Optional[int] = ..., saved_checkpoints: _Optional[int] = ..., loaded_checkpoints: _Optional[int] = ..., dropped_checkpoints: _Optional[int] = ..., kv_tokens: _Optional[int] = ..., usable_tokens: _Optional[int] = ...) -> None: ...
+
 class StepBound(_message.Message):
     __slots__ = ("constraint", "num_steps")
     CONSTRAINT_FIELD_NUMBER: _ClassVar[int]

@@ -109,7 +109,7 @@ class RequestPreparation:
         submits = choices_of(submit, context.num_choices) if context.num_choices else [submit]
         prior_ids, end = prior_output(request, submit, limits)
         deadlines = deadlines_s(request, grpc_remaining_s)
-        streams = self._open_streams(submits, context, pool, limits.block_size, allowed, arrived, deadlines, prior_ids)
+        streams = self._open_streams(submits, context, pool, limits, allowed, arrived, deadlines, prior_ids)
         if prior_ids:
             end_with_prior_output(streams[0], prior_ids, end)
         return streams
@@ -141,7 +141,7 @@ class RequestPreparation:
         arrived = now - max(0, unix_ms() - context.arrived_unix_ms) / 1000
         allowed = self._tenants.config.limits_of(context.tenant) or NO_LIMITS
         total_s = now + submit.deadline_ms / 1000 - arrived if submit.HasField("deadline_ms") else None
-        (stream,) = self._open_streams([submit], context, pool, limits.block_size, allowed, arrived, (None, total_s))
+        (stream,) = self._open_streams([submit], context, pool, limits, allowed, arrived, (None, total_s))
         return stream
 
     def _open_streams(
@@ -149,7 +149,7 @@ class RequestPreparation:
         submits: Sequence[executor_pb2.Submit],
         context: resume_pb2.RouterContext,
         pool: ModelPool,
-        block_size: int,
+        limits: ModelLimits,
         allowed: TenantLimits,
         arrived: float,
         deadlines: tuple[float | None, float | None],
@@ -160,11 +160,17 @@ class RequestPreparation:
         it; `prior_ids` are output that the client brought."""
         first_token_deadline, deadline = (None if after_s is None else arrived + after_s for after_s in deadlines)
         next_s = min((after_s for after_s in deadlines if after_s is not None), default=None)
-        hashes = prefix_hashes_of(submits[0], block_size)
+        hashes = prefix_hashes_of(
+            submits[0],
+            limits.block_size,
+            limits.state_grid_tokens,
+            limits.eos_token_ids,
+            pool.dispatcher.kept_states,
+        )
         streams = []
         for submit in submits:
             name, is_first = client_id(submit.request_id), choice_of(submit.request_id) == 0
-            demand = _demand(submit, context, allowed, block_size, hashes, next_s, is_first=is_first)
+            demand = _demand(submit, context, allowed, limits.block_size, hashes, next_s, is_first=is_first)
             delivery = _delivery(submit, context, pool, self._tokens, first_token_deadline, deadline)
             facts = RequestFacts(
                 model=pool.name,
@@ -191,6 +197,7 @@ def model_limits(pool: ModelPool, settings: RouterSettings) -> ModelLimits:
         default_sampling=description.default_sampling,
         has_chat_template=pool.text.has_chat_template,
         block_size=description.block_size,
+        state_grid_tokens=description.state_grid_tokens,
         max_prompt_bytes=settings.max_prompt_bytes,
     )
 

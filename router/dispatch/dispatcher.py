@@ -19,7 +19,8 @@ from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.dispatch.ledger_writer import LedgerWriter, ledger_report
+from inflight.router.dispatch.kept_states import KeptStates
+from inflight.router.dispatch.ledger_writer import LedgerWriter, checkpoint_names, ledger_report
 from inflight.router.dispatch.queue_updates import QueueWatch
 from inflight.router.dispatch.retry_queue import LEDGER_RETRY_S, RetryQueue
 from inflight.router.dispatch.waiting_audit import WaitingAudit
@@ -214,6 +215,7 @@ class Dispatcher:
         self._requests = LiveRequests(no_executor_grace_s)
         self._ended = EndedStreams(keep_ended_s)
         self._links: dict[str, ExecutorLink] = {}
+        self.kept_states = KeptStates()
         self._description: executor_pb2.DescribeResponse | None = None
         self._linked = asyncio.Event()
         self._max_attempts = max_attempts
@@ -471,6 +473,8 @@ class Dispatcher:
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
         """Queues a report of an executor for the ledger. Only the newest report counts."""
         self._writer.report(ledger_report(link, report))
+        if link.description.state_grid_tokens:
+            self.kept_states.set(link.executor_id, checkpoint_names(report))
 
     def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
         """Hands the requests of a lost executor back to the queue, with their output so far."""
@@ -478,6 +482,7 @@ class Dispatcher:
             del self._links[link.executor_id]
             self._description = None
             self._writer.forget(link.executor_id)
+            self.kept_states.forget(link.executor_id)
         for stream in streams:
             self._apply(stream.life, Unlinked(stream.life.current_attempt))
         if not self._links:

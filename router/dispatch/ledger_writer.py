@@ -20,6 +20,7 @@ from inflight.router.dispatch.retry_queue import LEDGER_RETRY_S
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.ledger.ledger import Ledger
 from inflight.router.ledger.types import Attempt, Ending, ExecutorReport, HeldSequence, ServedAdapter
+from inflight.router.request.ids import prefix_word
 from inflight.v1 import executor_pb2, types_pb2
 
 log = logging.getLogger(__name__)
@@ -179,7 +180,14 @@ def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorRe
         ends_at_reservation=_ends_at_reservation(link.description),
         num_adapter_slots=link.description.num_adapter_slots,
         adapters=tuple(ServedAdapter(one.hash, one.resident) for one in report.adapters),
+        checkpoints=tuple(map(prefix_word, checkpoint_names(report))) if report.HasField("states") else None,
+        lists_all_checkpoints=len(report.checkpoint_names) == report.states.kept_checkpoints,
     )
+
+
+def checkpoint_names(report: executor_pb2.Report) -> Iterator[bytes]:
+    """Returns the names of the prefixes whose recurrent state an executor keeps."""
+    return (name.to_bytes(8, "little") for name in report.checkpoint_names)
 
 
 def _ends_at_reservation(description: executor_pb2.DescribeResponse) -> bool:

@@ -30,6 +30,9 @@ MAX_EOS_TOKEN_IDS = 4096
 MAX_HELD = 16_384
 # Each report that reaches the ledger contains all adapters.
 MAX_ADAPTERS = 4096
+# Twice as many as executors name.
+MAX_CHECKPOINT_NAMES = 1024
+MAX_STATE_GRID_TOKENS = 1 << 16
 # More rejections than an executor puts into one frame.
 MAX_ANSWERS = 2**16
 # More sequences than can board between two frames.
@@ -49,6 +52,9 @@ def check_description(description: executor_pb2.DescribeResponse) -> None:
         value = getattr(description, name)
         if not 0 < value <= MAX_COUNT:
             raise FrameError(f"{name} is {value}")
+    grid_tokens = description.state_grid_tokens
+    if grid_tokens % description.block_size or grid_tokens > MAX_STATE_GRID_TOKENS:
+        raise FrameError(f"state_grid_tokens is {grid_tokens}, with blocks of {description.block_size} tokens")
     if description.context_length < MIN_CONTEXT_LENGTH:
         raise FrameError(f"context_length is {description.context_length}")
     outside = [token_id for token_id in description.eos_token_ids if token_id >= description.vocabulary_size]
@@ -106,6 +112,8 @@ def check_report(report: executor_pb2.Report, description: executor_pb2.Describe
     for field, value in report.ListFields():
         if isinstance(value, float) and not 0 <= value < math.inf:
             raise FrameError(f"{field.name} is {value}")
+    if len(report.checkpoint_names) > MAX_CHECKPOINT_NAMES:
+        raise FrameError(f"it names {len(report.checkpoint_names)} checkpoints")
     _check_held(report)
     _check_adapters(report)
 

@@ -173,6 +173,7 @@ REPORT = Arguments[ExecutorReport, LedgerSettings](
             f" {one.adapter}{'+' if one.is_resident else '-'}" for one in report.adapters
         ),
         "held_adapters$": lambda report, _: _held_adapters(report.held),
+        "checkpoints$": lambda report, _: _checkpoints(report),
     },
     {
         "generation": lambda report, _: report.generation,
@@ -292,6 +293,12 @@ def _packed(executor_id: str, held: HeldSequence) -> bytes:
 
 def _held_adapters(held: Sequence[HeldSequence]) -> str:
     return " ".join(one.adapter or "-" for one in held) if any(one.adapter for one in held) else ""
+
+
+def _checkpoints(report: ExecutorReport) -> str:
+    if report.checkpoints is None:
+        return ""
+    return f"{'' if report.lists_all_checkpoints else '+'} {''.join(f'{name} ' for name in report.checkpoints)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,10 @@ the ledger's clock.
 - `lengths` (hash): `tenant\\0size`, and `\\0size` for all tenants → histogram of output lengths; a tenant's histograms
   are deleted with the tenant
 - `preemptible` (zset): placed request below the first class → class and time; only if the first class may preempt
-- `prefixes` `prefixes:old` (hash): prefix hash → executor that last got a prompt with this prefix
+- `prefixes` `prefixes:old` (hash): prefix hash → executors that last got a prompt with this prefix, its tokens, and
+  with recurrent layers until when its state counts as kept
 - `adapters` (hash): executor with adapter slots → the hashes of the adapters that it serves, and which are resident
+- `checkpoints` (hash): executor with recurrent layers → the names of the prefixes whose state it keeps
 - `mailbox:<router>` (stream): events of the router's requests, about 10,000 entries
 
 Outside the pools there is `inflight:secret`, which all routers share (`inflight.router.ledger.ledgers`).
@@ -80,6 +82,7 @@ POOL_KEYS = (
     "prefixes:old",
     "endings",
     "adapters",
+    "checkpoints",
 )
 """The order of KEYS in every script. `scripts/shared/records.lua` lists them in the same order."""
 

@@ -218,7 +218,8 @@ class ExecutorReport:
     `ends_at_reservation`: a placement that has used its reservation ends as preempted, so it may reserve less than
     `max_tokens`. `seats` is how many of the `budget_sequences` can compute at once; None: all of them.
     `num_adapter_slots` of the `adapters` can be resident at once. `saved_blocks` can be reserved beyond
-    `budget_blocks`.
+    `budget_blocks`. `checkpoints` are the names of the prefixes whose recurrent state it keeps, all of them or the last
+    used; None: it does not report any.
     """
 
     executor_id: str
@@ -239,6 +240,8 @@ class ExecutorReport:
     num_adapter_slots: int = 0
     adapters: tuple[ServedAdapter, ...] = ()
     saved_blocks: int = 0
+    checkpoints: tuple[str, ...] | None = None
+    lists_all_checkpoints: bool = True
 
 
 # Results and events -----------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ request has a ledger id: choice 0 that of the request, choice k the same with "~
 By chain hashes of a prompt's prefixes the ledger finds the executor that has computed the longest of them. Two prompts
 share a hash if tenant, salt, adapter and all tokens of the prefix agree. Only prefixes of 1, 2, 4, 8, … full blocks and
 the longest one are hashed. So a match is at least half as long as the shared prefix, and the number of hashes stays
-small. A wrong match, by chance of one in 2⁶⁴, costs a poor placement and nothing else.
+small. For a model with recurrent layers other prefixes are named: only those are of use at whose end the executor keeps
+their state (`inflight.common.protocol`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from __future__ import annotations
 import base64
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Container, Sequence
 
+from inflight.common.protocol import PrefixName, name_salt, state_positions
 from inflight.router.ledger.types import DEFAULT_TENANT
 from inflight.v1 import executor_pb2
 
 _CALL_ID_BYTES = 10
 _CALL_ID_CHARACTERS = 9
 MAX_PREFIXES = 12
+# Of a prompt for recurrent layers, the prefixes that are named in any case, and the messages before its end whose ends
+# are named: more than one executor keeps of one prompt, because earlier turns have left theirs.
+NUM_FIRST_NAMED = 2
+NUM_LAST_NAMED = 8
 
 
 def ledger_id(tenant: str, request_id: str) -> str:
@@ -57,30 +63,52 @@ def call_id(ledger_id: str, index: int) -> str:
     return base64.b32encode(digest).decode().lower()[:_CALL_ID_CHARACTERS]
 
 
-def prefix_hashes_of(submit: executor_pb2.Submit, block_size: int) -> tuple[str, ...]:
-    """Returns the hashes of a request's prompt; none for a request that does not use the prefix cache."""
+def prefix_hashes_of(
+    submit: executor_pb2.Submit,
+    block_size: int,
+    state_grid_tokens: int,
+    eos_token_ids: Collection[int],
+    kept: Container[bytes],
+) -> tuple[str, ...]:
+    """Returns the hashes of a request's prompt; none for a request that does not use the prefix cache. With
+    `state_grid_tokens` the model has recurrent layers, and `kept` are the names of the prefixes whose state executors
+    keep."""
     if submit.cache_bypass:
         return ()
-    salt = submit.cache_salt
-    if submit.adapter_hash:
-        salt += b"\0" + submit.adapter_hash.encode()
+    salt = name_salt(submit.cache_salt, submit.adapter_hash)
+    if state_grid_tokens:
+        return state_prefixes(submit.prompt_ids, eos_token_ids, state_grid_tokens, salt, kept)
     return prefix_hashes(submit.prompt_ids, block_size, salt)
 
 
 def prefix_hashes(prompt_ids: Sequence[int], block_size: int, salt: bytes) -> tuple[str, ...]:
     """Returns the hashes, shortest prefix first; none for a prompt without a full block."""
-    token_bytes = array("I", prompt_ids).tobytes()
-    bytes_per_block = block_size * array("I").itemsize
-    # The salt has any length; its digest has a fixed one, so that it cannot be confused with tokens.
-    running = hashlib.blake2b(hashlib.blake2b(salt).digest(), digest_size=8)
-    names: list[str] = []
-    start = 0
-    for num_blocks in named_block_counts(len(prompt_ids) // block_size):
-        end = num_blocks * bytes_per_block
-        running.update(token_bytes[start:end])
-        names.append(base64.urlsafe_b64encode(running.digest()).rstrip(b"=").decode())
-        start = end
-    return tuple(names)
+    name = PrefixName(salt)
+    counts = named_block_counts(len(prompt_ids) // block_size)
+    return tuple(prefix_word(name.of(prompt_ids, num_blocks * block_size)) for num_blocks in counts)
+
+
+def state_prefixes(
+    prompt_ids: Sequence[int],
+    end_token_ids: Collection[int],
+    grid_tokens: int,
+    salt: bytes,
+    kept: Container[bytes] = (),
+) -> tuple[str, ...]:
+    """Returns the names of the prefixes whose recurrent state an executor may keep, shortest first, each with its
+    tokens as `name:tokens`: those where it will keep it, and the longest ones among `kept`."""
+    expected = state_positions(prompt_ids, end_token_ids, grid_tokens, num_last=NUM_LAST_NAMED)
+    prefix, ids, named = PrefixName(salt), array("I", prompt_ids), []
+    for position in range(grid_tokens, expected[-1] + 1, grid_tokens) if expected else ():
+        name = prefix.of(ids, position)
+        if position in expected or name in kept:
+            named.append(f"{prefix_word(name)}:{position}")
+    return (*named[:NUM_FIRST_NAMED], *named[NUM_FIRST_NAMED:][-(MAX_PREFIXES - NUM_FIRST_NAMED) :])
+
+
+def prefix_word(name: bytes) -> str:
+    """Returns a name as text without spaces and colons."""
+    return base64.urlsafe_b64encode(name).rstrip(b"=").decode()
 
 
 def named_block_counts(num_full_blocks: int) -> tuple[int, ...]:

@@ -30,7 +30,8 @@ _DEFAULTS = types_pb2.SamplingParams(**NEUTRAL_SAMPLING)
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a model and the router's settings allow. `default_sampling` is the model's generation config."""
+    """What a model and the router's settings allow. `default_sampling` is the model's generation config.
+    `state_grid_tokens` are those of `DescribeResponse`."""
 
     context_length: int
     vocabulary_size: int
@@ -38,6 +39,7 @@ class ModelLimits:
     default_sampling: types_pb2.SamplingParams
     has_chat_template: bool
     block_size: int = 16
+    state_grid_tokens: int = 0
     max_prompt_bytes: int = 4 * 1024 * 1024
 
 

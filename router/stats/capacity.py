@@ -161,4 +161,6 @@ def _executor_capacity(
         capacity.drafts.CopyFrom(report.drafts)
     if report.HasField("host_prefixes"):
         capacity.host_prefixes.CopyFrom(report.host_prefixes)
+    if report.HasField("states"):
+        capacity.states.CopyFrom(report.states)
     return capacity

@@ -79,6 +79,8 @@ def templates() -> list[executor_pb2.ServeResponse]:
     report.bounds.add(constraint="STEP_CONSTRAINT_SEATS", num_steps=1)
     report.drafts.SetInParent()
     report.host_prefixes.SetInParent()
+    report.states.SetInParent()
+    report.checkpoint_names.append(7)
     return [
         executor_pb2.ServeResponse(generation=1, accepted=[{"request_id": "r", "attempt": 1, "slots": [0]}]),
         executor_pb2.ServeResponse(generation=1, rejected=[{"request_id": "r", "attempt": 1, "detail": "x"}]),

@@ -128,6 +128,20 @@ SCHEDULER = (
         ("tests/unit/test_states.py", *SCHEDULER_TESTS),
     ),
     Mutation(
+        "a checkpoint that its sequence has passed is dropped as late as others",
+        "executor/scheduler/states.py",
+        "PASSED_AGE * self._age(passed) > self._age(prefix)",
+        "self._age(passed) > self._age(prefix)",
+        ("tests/unit/test_hybrid_prefixes.py",),
+    ),
+    Mutation(
+        "a prefix counts in placement although its recurrent state was dropped",
+        "router/ledger/scripts/shared/checkpoints.lua",
+        "return kept == '' or",
+        "return true or",
+        ("tests/unit/test_store_prefixes.py",),
+    ),
+    Mutation(
         "a sequence boards on blocks that others have reserved",
         "executor/scheduler/kv_policy.py",
         "return self._prefix_cache.would_share(sequence, num_missing)",

@@ -33,8 +33,7 @@ def explain(pool: Pool, name: str) -> Explanation | None:
 
 
 def _prefix_holder(pool: Pool, request: Request) -> PrefixHolder | None:
-    known = (one for name in reversed(request.demand.prefix_hashes) for one, _ in pool.prefixes.get(name, ()))
-    holder = next((one for one in known if one in pool.executors), None)
+    holder = next((one for one in pool.holders(request) if one in pool.executors), None)
     if holder is None:
         return None
     best = next(iter(pool.open_executors()), holder)

@@ -19,6 +19,7 @@ LEASE_MS = 5000
 PATIENCE_MS = 60_000
 MAX_IMBALANCE = 0.25
 MAX_HOLDERS = 4
+REPORT_MS = 3000
 FULLNESS_WEIGHT = 2
 NO_OBSERVERS = ""
 
@@ -138,7 +139,7 @@ class Pool:
     routers: dict[str, int] = field(default_factory=dict)
     tenants: dict[str, Tenant] = field(default_factory=dict)
     claims: list[str] = field(default_factory=list)
-    prefixes: dict[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    prefixes: dict[str, tuple[tuple[str, int, int], ...]] = field(default_factory=dict)
     told: dict[str, list[LedgerEvent]] = field(default_factory=dict)
     lengths: Lengths = field(default_factory=Lengths)
     estimates: Estimates = field(default_factory=Estimates)
@@ -357,7 +358,7 @@ class Pool:
             return self._first_with_room(lower, request)
         if not request.demand.prefix_hashes:
             return best
-        candidates = [*self._holders(request), best]
+        candidates = [*self.holders(request), best]
         return min(
             (one for one in candidates if self._is_near(one, best, request)),
             key=lambda one: self._cost_ms(one, request),
@@ -375,9 +376,14 @@ class Pool:
     def _first_with_room(self, executor_ids: list[str], request: Request) -> str | None:
         return next((one for one in executor_ids if self.takes_work(one) and self.has_room(one, request)), None)
 
-    def _holders(self, request: Request) -> Iterator[str]:
-        """Executors that hold a beginning of its prompt, the longest first."""
-        return (one for name in reversed(request.demand.prefix_hashes) for one, _ in self.prefixes.get(name, ()))
+    def holders(self, request: Request) -> Iterator[str]:
+        """Executors that hold a beginning of its prompt that can be used, the longest first."""
+        return (
+            one
+            for name in reversed(request.demand.prefix_hashes)
+            for one, _, due_ms in self.prefixes.get(name, ())
+            if self.can_use(one, name, due_ms)
+        )
 
     def _is_near(self, executor_id: str, best: str, request: Request) -> bool:
         can_take = self.takes_work(executor_id) and executor_id not in self.claimed()
@@ -424,13 +430,22 @@ class Pool:
         return inf if self.prefill_wait(best) > tolerated_ms else tolerated_ms
 
     def cached_tokens(self, request: Request, executor_id: str) -> int:
-        """Tokens of the longest beginning of its prompt that this executor was given."""
+        """Tokens of the longest beginning of its prompt that this executor was given, and with recurrent layers keeps
+        the state of."""
         names = self._named_lengths(request)
         for name, tokens, next_tokens in reversed(names):
-            for one, length in self.prefixes.get(name, ()):
-                if one == executor_id:
-                    return max(tokens, length) if length < next_tokens else tokens
+            for one, length, due_ms in self.prefixes.get(name, ()):
+                if one == executor_id and self.can_use(executor_id, name, due_ms):
+                    is_whole = ":" not in name and length < next_tokens
+                    return max(tokens, length) if is_whole else tokens
         return 0
+
+    def can_use(self, executor_id: str, name: str, due_ms: float) -> bool:
+        """Whether the prefix needs no recurrent state, or the executor keeps that or will soon report it."""
+        report = self.executors[executor_id].report if executor_id in self.executors else None
+        if ":" not in name or self.now_ms <= due_ms or report is None or report.checkpoints is None:
+            return True
+        return not report.lists_all_checkpoints or name.partition(":")[0] in report.checkpoints
 
     def remember_prefixes(self, request: Request, executor_id: str) -> None:
         """The executor will hold its prompt's beginnings, beside those before it where several prompts share them."""
@@ -440,7 +455,9 @@ class Pool:
         for name, _, _ in names:
             before = self.prefixes.get(name, ())
             others = [one for one in before if one[0] != executor_id] if are_shared or len(before) > 1 else []
-            self.prefixes[name] = ((executor_id, request.demand.prompt_tokens), *others[: MAX_HOLDERS - 1])
+            due_ms = floor(max(self.now_ms, self.executors[executor_id].prefilled_ms)) + REPORT_MS
+            own = (executor_id, request.demand.prompt_tokens, due_ms)
+            self.prefixes[name] = (own, *others[: MAX_HOLDERS - 1])
 
     @staticmethod
     def _named_lengths(request: Request) -> list[tuple[str, int, int]]:
@@ -448,6 +465,9 @@ class Pool:
         demand = request.demand
         lengths = named_block_counts(demand.prompt_tokens // demand.block_size)
         num_names = len(demand.prefix_hashes)
+        if any(":" in name for name in demand.prefix_hashes):
+            lengths = tuple(int(name.partition(":")[2]) for name in demand.prefix_hashes)
+            return [*zip(demand.prefix_hashes, lengths, [*lengths[1:], *lengths[-1:]], strict=True)]
         tokens = [demand.block_size * one for one in [*([0] * num_names), *lengths][-num_names:]] if num_names else []
         return [*zip(demand.prefix_hashes, tokens, [*tokens[1:], *tokens[-1:]], strict=True)]
 

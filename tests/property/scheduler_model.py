@@ -149,7 +149,7 @@ def with_states(limits: SchedulerLimits, states: tuple[int, int] | None, block_s
     if states is None:
         return limits
     num_checkpoints, num_blocks = states
-    slots = StateLimits(num_slots(limits.max_num_sequences), num_checkpoints, num_blocks * block_size)
+    slots = StateLimits(num_slots(limits.max_num_sequences), num_checkpoints, num_blocks * block_size, frozenset({1}))
     return replace(limits, states=slots, num_host_blocks=0)
 
 

@@ -39,7 +39,7 @@ TENANTS: dict[str, tuple[TenantLimits, ...]] = {
         NO_LIMITS,
     ),
 }
-PREFIXES = ((), (), ("p",), ("p", "pq"), ("p", "pr"))
+PREFIXES = ((), (), ("p",), ("p", "pq"), ("p", "pr"), ("s:16", "st:32"), ("s:16", "su:32", "suv:48"))
 DIGESTS = ("", "as asked", "as asked", "otherwise")
 ADAPTERS = tuple(letter * 64 for letter in "abcd")
 # Most requests have none; no executor of a test serves the last.
@@ -99,6 +99,14 @@ def served_adapters(number: int) -> dict[str, Any]:
     return {"num_adapter_slots": 1 + number % 2, "adapters": adapters}
 
 
+def kept_states(executor_id: str, number: int) -> dict[str, Any]:
+    """The recurrent states of a report, by any number; one executor reports none."""
+    if executor_id == EXECUTORS[-1]:
+        return {}
+    names = tuple(name for i, name in enumerate(("s", "st", "su", "suv")) if number >> i & 4)
+    return {"checkpoints": names, "lists_all_checkpoints": number % 4 > 0}
+
+
 def repeated(rng: random.Random, demand: Demand) -> Demand:
     """The same asked again, by a client or by its router; or, of the same id, something else."""
     return dataclasses.replace(
@@ -136,6 +144,7 @@ def random_report(
         quantile,
         ends_at_reservation=quantile == 1 and seq % 4 > 0,
         **served_adapters(rng.randrange(64)),
+        **kept_states(executor_id, rng.randrange(64)),
     )
 
 

@@ -143,7 +143,7 @@ class Case:
         slots = num_slots(limits.max_num_sequences)
         self.states.reserve(StateSizes(slots, num_checkpoints, MAX_DRAFTS))
         grid_tokens = max(BLOCK_SIZE, self.states.grid_tokens)
-        return replace(limits, states=StateLimits(slots, num_checkpoints, grid_tokens))
+        return replace(limits, states=StateLimits(slots, num_checkpoints, grid_tokens, frozenset({2})))
 
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))

@@ -6,8 +6,9 @@ import pytest
 
 from inflight.bench.simulation.invariants import RequestOutcome
 from inflight.bench.simulation.sim_executor import ExecutorShape
+from inflight.bench.timeline.conversations import Conversations
 from inflight.bench.timeline.faults import FaultKind, FaultRates
-from tests.simulation.worlds import OVERCOMMITTED, SHAPE, make_world, run_world
+from tests.simulation.worlds import HYBRID, OVERCOMMITTED, SHAPE, make_world, run_world
 
 
 def test_every_request_completes_where_nothing_breaks(redis_url: str, pool: str) -> None:
@@ -44,6 +45,25 @@ def test_invariants_hold_for_many_seeds(redis_url: str, pool: str, shape: Execut
     for seed in range(100, 103):
         faults = FaultRates.of("all", per_minute)
         run_world(make_world(redis_url, f"{pool}-{seed}", seed, shape=shape, faults=faults))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_invariants_hold_with_recurrent_state(redis_url: str, pool: str, seed: int) -> None:
+    """Chats whose turns find the state of the last one, few checkpoints, and all faults."""
+    chats = Conversations(
+        rate_per_s=1.0,
+        num_turns=4,
+        pause_s=3.0,
+        system_tokens=48,
+        turn_tokens=(8, 40),
+        output_tokens=(4, 20),
+        state_grid_tokens=16,
+    )
+    requests = chats.requests(seed, 15.0, names_prefixes=True)
+    faults = FaultRates.of("all", 8.0)
+    world = run_world(make_world(redis_url, pool, seed, shape=HYBRID, faults=faults, requests=requests))
+    counts = [executor.scheduler.kv_counts().states for executor in world.executors]
+    assert sum(one.usable_tokens for one in counts if one is not None) > 0
 
 
 # Seeds that once failed: a reply was lost that said that the pool had forgotten the router, and a router that had hung

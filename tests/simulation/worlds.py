@@ -27,6 +27,7 @@ OVERCOMMITTED = ExecutorShape(
     policy=SchedulerPolicy.MAX_UTILIZATION,
     num_host_blocks=8,
 )
+HYBRID = replace(SHAPE, num_blocks=96, num_checkpoints=10)
 ROUTER = RouterShape()
 PART = 8
 

@@ -31,9 +31,9 @@ LIMITS = SchedulerLimits(
 class System:
     """A scheduler with a device that checks the state that each row begins with."""
 
-    def __init__(self, **changes: int) -> None:
+    def __init__(self, num_checkpoints: int = 20) -> None:
         assert LIMITS.states is not None
-        limits = replace(LIMITS, states=replace(LIMITS.states, **changes))
+        limits = replace(LIMITS, states=replace(LIMITS.states, num_checkpoints=num_checkpoints))
         pool = BlockPool(200, BLOCK_SIZE)
         self.scheduler = Scheduler(limits, pool)
         self.device = FakeDevice(pool)
@@ -149,8 +149,12 @@ def test_kv_and_states_share_the_memory_of_the_cache() -> None:
     used = found.num_blocks * 160 + found.num_slots * 1000 + found.num_checkpoints * 100
     assert 1_000_000 - 160 < used <= 1_000_000
     assert (found.num_seats, found.num_slots, found.checkpoint_tokens) == (8, 9, 64)
-    # An eighth of what the slots leave.
-    assert found.num_checkpoints == (1_000_000 - 9_000) // 8 // 100
+    # One for 256 tokens of KV is less than a quarter of what the slots leave.
+    assert found.num_checkpoints == (1_000_000 - 9_000) // 160 * 16 // 256
+    large = replace(STATE, checkpoint_bytes=10_000)
+    assert (
+        sizes(KvBudget(0, 2_000_000, 0.5), large, num_seats_set=8).num_checkpoints == (1_000_000 - 9_000) // 4 // 10_000
+    )
 
 
 def test_seats_are_fewer_where_their_state_is_large() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from inflight.router.ledger.types import Demand, PrefixHolder
+from dataclasses import replace
+
+import pytest
+
+from inflight.router.ledger.types import Demand, HeldSequence, PrefixHolder
 from tests.support.ledger.store_pool import RouterSide, StorePool
 
 
@@ -147,3 +151,107 @@ async def test_explanation_names_the_executor_that_has_the_prefix(store_pool: St
     found = await a.store.explain("waiting")
     assert found is not None
     assert found.prefix_holder == PrefixHolder("x", prefill_ms=200, tolerated_ms=456)
+
+
+class HybridExecutors:
+    """x, the first choice, and y, whose model has recurrent layers. Each computes a token of a prompt in a
+    millisecond."""
+
+    def __init__(self, pool: StorePool) -> None:
+        self.pool = pool
+        self.a = pool.router("a")
+        self.has_begun = False
+
+    async def report(self, executor_id: str, *names: str, lists_all: bool = True) -> None:
+        """The states that it keeps."""
+        # Once x has a prompt, y is where prompts go that find nothing on x.
+        is_first = executor_id == ("y" if self.has_begun else "x")
+        report = self.pool.next_report(
+            executor_id, blocks=2100 if is_first else 2090, sequences=800, prefill_tokens_per_s=1000
+        )
+        await self.a.store.report(replace(report, checkpoints=names, lists_all_checkpoints=lists_all))
+
+    async def begin(self) -> None:
+        """A prompt of 256 tokens on x, of which it keeps two states, and time to compute it."""
+        await self.report("x")
+        await self.report("y")
+        assert await self.place("holder", 256, "p:96", "pq:240") == "x"
+        self.has_begun = True
+        await self.report("x")
+        await self.report("y")
+        await self.pool.wait(100)
+
+    async def place(self, name: str, tokens: int, *prefixes: str) -> str:
+        """The executor that gets a prompt, which ends at once."""
+        executor_id = await executor_of(self.a, prompt_of(name, tokens, prefixes))
+        await self.a.store.cancel(name)
+        return executor_id
+
+    async def pass_time(self) -> None:
+        await self.pool.wait(256 + 3001)
+
+
+@pytest.mark.parametrize(("kept", "executor_id"), [(("p",), "y"), (("p", "pq"), "x")])
+async def test_prefix_counts_as_far_as_its_executor_keeps_a_state(
+    store_pool: StorePool, kept: tuple[str, ...], executor_id: str
+) -> None:
+    pool = HybridExecutors(store_pool)
+    await pool.begin()
+    await pool.pass_time()
+    await pool.report("x", *kept)
+    await pool.report("y")
+    assert await pool.place("in front", 246, "p:96") == "x"
+    # 150 ms of prompts are in front of it on x, which is worth it for 240 tokens and not for 96.
+    assert await pool.place("second", 300, "p:96", "pq:240") == executor_id
+
+
+async def test_prefix_whose_state_was_dropped_does_not_count(store_pool: StorePool) -> None:
+    pool = HybridExecutors(store_pool)
+    await pool.begin()
+    await pool.pass_time()
+    await pool.report("x", "p", "pq")
+    await pool.report("y")
+    assert await pool.place("second", 260, "p:96", "pq:240") == "x"
+    await pool.pass_time()
+    await pool.report("x")
+    await pool.report("y")
+    assert await pool.place("third", 260, "p:96", "pq:240") == "y"
+
+
+async def test_state_counts_as_kept_until_it_can_have_been_reported(store_pool: StorePool) -> None:
+    pool = HybridExecutors(store_pool)
+    await pool.begin()
+    # As the prompts of a fork, it comes before the first one is computed.
+    assert await pool.place("fork", 260, "p:96", "pq:240") == "x"
+    await store_pool.wait(1500)
+    await pool.report("x")
+    await pool.report("y")
+    assert await pool.place("next turn", 260, "p:96", "pq:240") == "x"
+
+
+async def test_state_that_a_shortened_report_does_not_list_counts_as_kept(store_pool: StorePool) -> None:
+    pool = HybridExecutors(store_pool)
+    await pool.begin()
+    await pool.pass_time()
+    await pool.report("x", "other", lists_all=False)
+    await pool.report("y")
+    assert await pool.place("second", 260, "p:96", "pq:240") == "x"
+
+
+async def test_explanation_names_the_executor_that_keeps_a_state(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    holder = HeldSequence("holder", 1, 15)
+
+    async def report(*names: str) -> None:
+        report = store_pool.next_report("x", blocks=20, sequences=1, held=(holder,), prefill_tokens_per_s=1000)
+        await a.store.report(replace(report, checkpoints=names))
+
+    await a.store.report(store_pool.next_report("x", blocks=20, sequences=1, prefill_tokens_per_s=1000))
+    assert await executor_of(a, prompt_of("holder", 256, ("p:96", "pq:240"))) == "x"
+    await a.queue(prompt_of("waiting", 512, ("p:96", "pq:240")))
+    await store_pool.wait(256 + 3001)
+    for names, holder_id in ((("p",), "x"), ((), None)):
+        await report(*names)
+        found = await a.store.explain("waiting")
+        assert found is not None
+        assert (found.prefix_holder and found.prefix_holder.executor_id) == holder_id

@@ -203,9 +203,19 @@ def _details(executor: inference_pb2.ExecutorStats, step: stats_pb2.IterationSta
             f"{prefixes.hit_tokens} prompt tokens found"
         )
         details.append(_labelled("host", Text(text)))
+    if executor.capacity.HasField("states"):
+        details.append(_labelled("states", Text(_states_in_words(executor.capacity.states))))
     if executor.sequences:
         details.append(_sequences(executor.sequences))
     return details
+
+
+def _states_in_words(states: types_pb2.RecurrentStates) -> str:
+    return (
+        f"{states.used_slots} of {states.num_slots} slots of recurrent state used; {states.kept_checkpoints} of "
+        f"{states.num_checkpoints} checkpoints, {states.loaded_checkpoints} loaded, {states.dropped_checkpoints} "
+        f"dropped; {states.usable_tokens} of {states.kv_tokens} prompt tokens with KV were usable"
+    )
 
 
 def _newest_step(step: stats_pb2.IterationStats) -> Text:

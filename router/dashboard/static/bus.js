@@ -194,7 +194,12 @@ export class BusCard {
     ];
     const { drafts } = bus.capacity;
     const drafted = drafts ? [["drafts accepted", `${count(Number(drafts.numAccepted ?? 0))} of ${count(Number(drafts.numVerified ?? 0))}`]] : [];
-    const words = [["steps/s", figure(bus.stepsPerSecond())], ...(steps.length > 0 ? rows.map(([name, ms]) => [name, durationText(ms)]) : [["no steps", ""]]), ...drafted];
+    const { states } = bus.capacity;
+    const kept = states ? [
+      ["state checkpoints", `${count(states.keptCheckpoints ?? 0)} of ${count(states.numCheckpoints ?? 0)}`],
+      ["prefix tokens usable", `${count(Number(states.usableTokens ?? 0))} of ${count(Number(states.kvTokens ?? 0))} with KV`],
+    ] : [];
+    const words = [["steps/s", figure(bus.stepsPerSecond())], ...(steps.length > 0 ? rows.map(([name, ms]) => [name, durationText(ms)]) : [["no steps", ""]]), ...drafted, ...kept];
     while (this.host.children.length > words.length) this.host.lastChild.remove();
     words.forEach(([name, text], at) => {
       const line = this.host.children[at] ?? this.host.appendChild(el("div", {}, el("dt"), el("dd")));

@@ -58,14 +58,14 @@ local function prefix_holder(request)
   local names = prefix.split_prefixes(request.prefixes)
   local found = #names > 0 and prefix.load_holders(request) or {}
   for i = #names, 1, -1 do
-    for id, length in (found[i] or ''):gmatch(prefix.HOLDER) do
-      local executor = load_executor(id)
-      if executor then
+    for id, length, due_ms in (found[i] or ''):gmatch(prefix.HOLDER) do
+      local executor, cached = load_executor(id), prefix.usable_tokens(request, names, i, id, length, due_ms)
+      if executor and cached then
         local best = load_executor(with_room(1)[1] or id)
         local wait_ms, tolerated_ms, speed = prefix.prefill_wait(executor), prefix.tolerated_wait(request, best), executor.prefill_speed
         local fuller = fullness.of(executor) - fullness.of(best)
         local price = fullness.WEIGHT * fuller * (request.prompt + request.output)
-        local saved = math.max(0, prefix.cached_tokens(request, names, i, tonumber(length)) - price)
+        local saved = math.max(0, cached - price)
         local cheaper_ms = speed > 0 and prefix.prefill_wait(best) + saved / speed or wait_ms
         return id, math.ceil(wait_ms), math.floor(math.min(tolerated_ms, cheaper_ms))
       end

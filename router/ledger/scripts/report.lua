@@ -5,7 +5,8 @@
 --             executor reserves for, 1 for their end; speeds are 0 where not measured; `age_ms` is the time since the
 --             report came to the caller; `held` is what the executor holds, packed: of each the member of `placements`
 --             that it should be, with its length, and blocks; `adapters` are those that it serves (rules/adapters.lua);
---             `held_adapters` are those of what it holds, separated by spaces, '-' for none, or '' for none at all
+--             `held_adapters` are those of what it holds, separated by spaces, '-' for none, or '' for none at all;
+--             `checkpoints` are the recurrent states that it keeps (checkpoints.lua)
 -- returns     {'REPORTED', {{'TAKEN', {request id, attempt, …}}, …}}: what the executor holds that the ledger has
 --             superseded, for the caller to cancel there; {'OLD', {}} for a report seen before | {'AGAIN'}
 -- complexity  O(H + P + MAX_LOST · log N) for each report of H held and P placed on the executor, both bounded by its
@@ -168,6 +169,7 @@ local function apply()
   executor.last_report_ms = math.max(executor.last_report_ms, NOW - report.age_ms)
   executor.ends_at_reservation, executor.prefill_speed = report.ends_at_reservation, report.prefill_tokens_per_s / 1000
   adapters.set_served(executor, report.num_adapter_slots, report.adapters)
+  checkpoints.set_kept(report.id, report.checkpoints)
   state.overcommits = state.overcommits or executor.quantile < 1
   observe_speeds(report.step_ms, report.prefill_tokens_per_s)
   write_later('ZADD', SIZES, string.format('%d', report.total_blocks), report.id)

@@ -127,6 +127,26 @@ def test_prefixes_in_host_memory_are_counted() -> None:
     assert "20 prefix blocks in host memory, 30 stored, 12 brought back, 10 dropped; 192 prompt tokens" in selected
 
 
+def test_recurrent_state_is_shown_where_there_is_any() -> None:
+    hybrid = executor("e0")
+    hybrid.capacity.states.CopyFrom(
+        types_pb2.RecurrentStates(
+            num_slots=9,
+            used_slots=2,
+            num_checkpoints=40,
+            kept_checkpoints=30,
+            loaded_checkpoints=5,
+            dropped_checkpoints=7,
+            kv_tokens=1000,
+            usable_tokens=640,
+        )
+    )
+    selected = drawn(Screen.of(message(hybrid)).pressed(DOWN), width=180)
+    assert "2 of 9 slots of recurrent state used; 30 of 40 checkpoints, 5 loaded, 7 dropped" in selected
+    assert "640 of 1000 prompt tokens with KV were usable" in selected
+    assert "slots of recurrent state" not in drawn(Screen.of(message(executor("e0"))).pressed(DOWN), width=180)
+
+
 def test_many_seats_wrap_and_very_many_are_a_bar() -> None:
     wrapped = drawn(Screen.of(message(executor("e0", total=80))), width=60)
     assert wrapped.count("□") == 80 + 1, "and the legend's"

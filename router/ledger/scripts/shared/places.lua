@@ -138,14 +138,15 @@ local function cheapest(request, best, best_blocks)
   end
   local found = prefix.load_holders(request)
   for i = #names, 1, -1 do
-    if found[i] and found[i] ~= found[i + 1] then
-      for id, length in found[i]:gmatch(prefix.HOLDER) do
-        if not seen[id] then
+    if found[i] and (found[i] ~= found[i + 1] or prefix.names_states()) then
+      for id, length, due_ms in found[i]:gmatch(prefix.HOLDER) do
+        local cached = not seen[id] and prefix.usable_tokens(request, names, i, id, length, due_ms)
+        if cached then
           seen[id] = true
           local executor = load_executor(id)
           -- Looked at first: while requests wait, most holders have no free sequence.
           if executor and executor.budget_sequences - executor.reserved_sequences >= request.sequences then
-            consider(id, executor, prefix.cached_tokens(request, names, i, tonumber(length)))
+            consider(id, executor, cached)
           end
         end
       end

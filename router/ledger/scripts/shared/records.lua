@@ -17,10 +17,10 @@
 -- one; '' is no name.
 
 local EXECUTORS, ROOM, SIZES, REPORTS, REQUESTS, PLACEMENTS, LOST, ENDED, ROUTERS, ATTENDED, STATE, TENANTS, AGEING
-local LENGTHS, PREEMPTIBLE, PREFIXES, OLD_PREFIXES, ENDINGS, ADAPTERS -- the pool's keys
+local LENGTHS, PREEMPTIBLE, PREFIXES, OLD_PREFIXES, ENDINGS, ADAPTERS, CHECKPOINTS -- the pool's keys
 local WAITING = 5 -- KEYS[WAITING + class]
 local ACTIVE = 8 -- KEYS[ACTIVE + class]
-local NUM_POOL_KEYS = 25
+local NUM_POOL_KEYS = 26
 
 local NUM_CLASSES = 3
 local SILENT_MS = 2000        -- an executor that reported no later gets no new work
@@ -262,7 +262,7 @@ end
 local function use_keys()
   local _
   EXECUTORS, ROOM, SIZES, REPORTS, REQUESTS, _, _, _, _, _, _, PLACEMENTS, LOST, ENDED, ROUTERS, ATTENDED, STATE, TENANTS,
-    AGEING, LENGTHS, PREEMPTIBLE, PREFIXES, OLD_PREFIXES, ENDINGS, ADAPTERS = unpack(KEYS, 1, NUM_POOL_KEYS)
+    AGEING, LENGTHS, PREEMPTIBLE, PREFIXES, OLD_PREFIXES, ENDINGS, ADAPTERS, CHECKPOINTS = unpack(KEYS, 1, NUM_POOL_KEYS)
 end
 
 -- Takes out what is kept of the pool, if it equals what Redis has.

@@ -6,8 +6,11 @@
 --
 -- parameters  state.tolerated_ttft_ms: how long the prompts in front may take on the holder of a prefix
 local MAX_HOLDERS = 4 -- remembered for a prefix that several prompts share
-prefix.HOLDER = '([^ ;]+) (%d+)' -- of a prefix: the executor, and the tokens of the prompt; a semicolon between two
+-- Of a prefix: the executor, the tokens of the prompt, and with recurrent layers until when its checkpoints count as kept
+-- (checkpoints.lua); a semicolon between two.
+prefix.HOLDER = '([^ ;]+) (%d+) ?(%d*)'
 local hashes_of, hashes -- of the last examined request: the one that will be placed
+local names_states -- whether they are those at whose ends recurrent state may be kept
 local holders_of, holders -- and who holds them
 
 at_begin(function()
@@ -16,7 +19,7 @@ end)
 
 function prefix.split_prefixes(text)
   if text ~= hashes_of then
-    hashes_of, hashes = text, {}
+    hashes_of, hashes, names_states = text, {}, text:find(':', 1, true) ~= nil
     for hash in text:gmatch('%S+') do
       hashes[#hashes + 1] = hash
     end
@@ -24,13 +27,22 @@ function prefix.split_prefixes(text)
   return hashes
 end
 
+-- Whether the prefixes that were split last are those of a model with recurrent layers.
+function prefix.names_states()
+  return names_states
+end
+
 -- The milliseconds until the executor has computed the prompts that it was given.
 function prefix.prefill_wait(executor)
   return math.max(0, executor.prefilled_ms - NOW)
 end
 
--- The tokens of the request's `i`-th named prefix: the powers of two of blocks, and all full blocks (ids.py).
+-- The tokens of the request's `i`-th named prefix: the powers of two of blocks, and all full blocks, unless the names say
+-- it (ids.py).
 local function prefix_tokens(request, names, i)
+  if names_states then
+    return tonumber(names[i]:match(':(%d+)$'))
+  end
   local blocks = math.floor(request.prompt / request.block_size)
   local _, exponent = math.frexp(blocks)
   local power, last = 2 ^ (exponent - 1), #names
@@ -42,10 +54,19 @@ end
 
 -- The tokens that are cached where a prompt of `length` tokens with the `i`-th name was placed, and none with the next
 -- name. All of that prompt, if it ends before the next name would begin to differ.
-function prefix.cached_tokens(request, names, i, length)
+local function cached_tokens(request, names, i, length)
   local tokens = prefix_tokens(request, names, i)
   local next_tokens = i < #names and prefix_tokens(request, names, i + 1) or tokens
   return length < next_tokens and math.max(tokens, length) or tokens
+end
+
+-- The tokens that need not be computed on an executor that was given a prompt of `length` tokens with the `i`-th name; nil
+-- if that has recurrent layers and keeps no state there.
+function prefix.usable_tokens(request, names, i, executor_id, length, due_ms)
+  if not names_states then
+    return cached_tokens(request, names, i, tonumber(length))
+  end
+  return checkpoints.has(executor_id, names[i], tonumber(due_ms) or 0) and prefix_tokens(request, names, i) or nil
 end
 
 -- How many milliseconds the prompts in front of the request may take on the holder of a prefix. No limit where they take
@@ -78,7 +99,7 @@ local function is_shared(request, names, found)
   for i = #names, 1, -1 do
     if found[i] then
       local length = tonumber(found[i]:match(' (%d+)'))
-      return prefix.cached_tokens(request, names, i, length) < length
+      return cached_tokens(request, names, i, length) < length
     end
   end
   return false
@@ -93,6 +114,9 @@ function prefix.remember_prefixes(request, executor_id)
   local names, found = prefix.split_prefixes(request.prefixes), prefix.load_holders(request)
   local are_shared = is_shared(request, names, found)
   local own = string.format('%s %d', executor_id, request.prompt)
+  if names_states then
+    own = string.format('%s %d', own, checkpoints.due_ms(load_executor(executor_id)))
+  end
   local value_of, value -- most prefixes have the same executors
   local last = num_remembered_words
   for i = 1, #names do
@@ -101,9 +125,9 @@ function prefix.remember_prefixes(request, executor_id)
       value_of, value = before, own
       if before and (are_shared or before:find(';', 1, true)) then
         local count = 1
-        for id, length in before:gmatch(prefix.HOLDER) do
+        for id, length, due_ms in before:gmatch(prefix.HOLDER) do
           if id ~= executor_id and count < MAX_HOLDERS then
-            value, count = value .. ';' .. id .. ' ' .. length, count + 1
+            value, count = value .. ';' .. id .. ' ' .. length .. (due_ms ~= '' and ' ' .. due_ms or ''), count + 1
           end
         end
       end

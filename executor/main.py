@@ -40,7 +40,7 @@ from inflight.executor.serving.process import (
     serve,
     take_output,
 )
-from inflight.executor.serving.report import policy_proto
+from inflight.executor.serving.report import policy_proto, pooling_proto
 from inflight.executor.serving.service import ExecutorService, Identity
 from inflight.executor.serving.submission import SubmissionLimits
 from inflight.executor.settings import ExecutorSettings
@@ -190,6 +190,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         host_blocks=limits.num_host_blocks,
         num_adapter_slots=0 if loaded.adapters is None else loaded.adapters.num_slots,
         tensor_parallel_size=settings.tensor_parallel_size,
+        pooling=pooling_proto(loaded.model.pooling),
     )
     targets = InterTokenTargets(
         settings.inter_token_target_interactive_ms,
@@ -204,5 +205,6 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         targets,
         limits.max_drafts,
         description.num_adapter_slots,
+        loaded.model.pooling,
     )
     return Identity(description, submission)

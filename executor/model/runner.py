@@ -21,6 +21,7 @@ from inflight.common.machine import num_usable_cores
 from inflight.executor.device import StepTimer, is_gpu, to_host
 from inflight.executor.engine.runner import PendingStep, token_ids_of
 from inflight.executor.model.model import PagedModel
+from inflight.executor.pooling.pooled import Numbers
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 from inflight.executor.step.batch import StepBatch
@@ -40,6 +41,9 @@ class LaunchedStep:
         self.sampling = sampling
         self.swaps_out = plan.swaps_out
         self.swaps_in = plan.swaps_in
+        # Of each of the plan's `pooled`, the number of its rows among the hidden states.
+        self._num_hidden = [one.end - one.start for one in plan.pooled]
+        self._pooled: tuple[Numbers, ...] = ()
         self.began_s = 0.0
         self.ended_s = 0.0
         self.copied_s = 0.0
@@ -51,6 +55,11 @@ class LaunchedStep:
         """Delivers the sampled ids and what rows report, whose copies to the host began before the timer stopped."""
         self._reported = reported
         self._outcome.put((sampled_ids, timer))
+
+    def pool(self, hidden: Tensor) -> None:
+        """Takes the hidden states `[P, hidden_size]`, before `settle`."""
+        parts = hidden.to("cpu", torch.float64).split(self._num_hidden)
+        self._pooled = tuple(part.sum(0).numpy() for part in parts)
 
     def fail(self, error: BaseException) -> None:
         """Delivers the failure."""
@@ -69,6 +78,9 @@ class LaunchedStep:
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         return NO_LOGPROBS if self._reported is None else self._reported.read()
+
+    def pooled(self) -> tuple[Numbers, ...]:
+        return self._pooled
 
 
 class ModelRunner:
@@ -118,6 +130,9 @@ class ModelRunner:
         # After a failed step there is nothing to carry: the rows that needed it belong to sequences that have ended.
         if sampled_before is not None:
             batch.resolve(sampled_before)
+        if batch.hidden_rows.numel():
+            assert self._model.pooling is not None
+            batch = batch.with_hidden(self._model.pooling.hidden_size)
         if self._host_tier is not None and (step.swaps_out or step.swaps_in):
             self._host_tier.swap(step.swaps_out, step.swaps_in)
             timer.copied()
@@ -127,6 +142,8 @@ class ModelRunner:
             sampled_ids, reported = self._model.step(batch, step.sampling, fill)
         else:
             sampled_ids, reported = self._model.step(batch, step.sampling)
+        if batch.hidden is not None:
+            step.pool(batch.hidden)
         if step.sampling.processed:
             step.sampling.append(sampled_ids.tolist())
         return sampled_ids, reported

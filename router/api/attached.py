@@ -36,7 +36,7 @@ from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 # A deadline that is further away counts as none.
 MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
 MAX_DIGEST_BYTES = 64
-OPERATIONS = frozenset({"", "chat", "text_completion"})
+OPERATIONS = frozenset({"", "chat", "text_completion", "embeddings"})
 
 Violations = Iterator[FieldViolation]
 

@@ -16,6 +16,8 @@ from inflight.router.text.pairs import pair_chat
 from inflight.v1 import inference_pb2, types_pb2
 
 MAX_INPUTS = 2048
+# Of all results of a call: 24 MiB. Clients receive messages of 32 MiB.
+MAX_NUMBERS = 6 * 2**20
 # Inputs of a call that wait or run at once. They are few beside the bounds of a queue, and enough to fill steps.
 MAX_AT_ONCE = 64
 
@@ -49,6 +51,10 @@ def _violations(request: inference_pb2.EmbedRequest, pooling: types_pb2.Pooling)
         yield FieldViolation("dimensions", "is for embeddings, and this model makes scores")
     elif request.dimensions > pooling.size:
         yield FieldViolation("dimensions", f"is {request.dimensions}; embeddings of this model have {pooling.size}")
+    num_numbers = len(request.inputs) * (request.dimensions or pooling.size)
+    if num_numbers > MAX_NUMBERS:
+        text = f"make {num_numbers} numbers, and a response has at most {MAX_NUMBERS}; send fewer at once"
+        yield FieldViolation("inputs", text)
     for i, one in enumerate(request.inputs[:MAX_INPUTS]):
         if one.HasField("pair") and not is_score:
             yield FieldViolation(f"inputs[{i}].pair", "is for models that score, and this one makes embeddings")

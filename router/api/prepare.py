@@ -127,8 +127,9 @@ class RequestPreparation:
     ) -> Callable[[], RequestStream]:
         """Prepares a request for an embedding or a score, and returns what opens its stream. Raises `RequestError`."""
         limits = model_limits(pool, self._settings)
+        context_length = limits.context_length
         # Nothing follows its prompt.
-        limits = dataclasses.replace(limits, context_length=limits.context_length + 1)
+        limits = dataclasses.replace(limits, context_length=context_length + 1)
         validate_generate(request, limits)
         context = router_context(request, arrived)
         context.operation = "embeddings"
@@ -140,6 +141,9 @@ class RequestPreparation:
         if allowed.has_rates:
             await check_rates(pool, request, context, allowed)
         prompt_ids = await self._tokenizing.encode_prompt(pool.text, request, limits, context.tenant)
+        if len(prompt_ids) > context_length:
+            text = f"has {len(prompt_ids)} tokens, but the model's context is {context_length} tokens; shorten it"
+            raise invalid(FieldViolation(request.WhichOneof("prompt") or "prompt", text))
         fit_tokens(submit, prompt_ids, request, limits)
         submit.stopping.max_tokens = 0
         submit.router_context = context.SerializeToString()

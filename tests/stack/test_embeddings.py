@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
+import httpx2
+import openai
 import pytest
 import pytest_asyncio
 import torch
@@ -217,3 +219,73 @@ async def test_more_inputs_than_allowed_are_refused(embedding_stack: LocalStack)
         with pytest.raises(InflightError) as caught:
             await client.embed(["x"] * 2049)
     assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+# Through the gateway, by clients of others and over HTTP.
+
+
+async def test_openai_python_gets_embeddings_unmodified(embedding_stack: LocalStack, embedding_model: Path) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{embedding_stack.gateway_addresses[0]}/v1", api_key="none", max_retries=0
+    ) as client:
+        model = (await client.models.list()).data[0].id
+        # It asks for base64 by itself.
+        packed = await client.embeddings.create(model=model, input=TEXTS)
+        plain = await client.embeddings.create(model=model, input=TEXTS, encoding_format="float")
+        of_ids = await client.embeddings.create(model=model, input=[bytes_as_ids(text) for text in TEXTS[:2]])
+        few = await client.embeddings.create(model=model, input=TEXTS[0], dimensions=16)
+        with pytest.raises(openai.BadRequestError) as too_long:
+            await client.embeddings.create(model=model, input=["fine", "x" * 1025])
+        with pytest.raises(openai.BadRequestError) as too_many:
+            await client.embeddings.create(model=model, input="fine", dimensions=65)
+        with pytest.raises(openai.NotFoundError):
+            await client.embeddings.create(model="other", input="fine")
+        with pytest.raises(openai.BadRequestError, match="does not generate"):
+            await client.completions.create(model=model, prompt="hello")
+
+    values = torch.tensor([one.embedding for one in packed.data])
+    assert (values - expected(embedding_model, TEXTS)).abs().max() <= 1e-5
+    assert [one.embedding for one in plain.data] == [one.embedding for one in packed.data]
+    assert [one.embedding for one in of_ids.data] == [one.embedding for one in packed.data[:2]]
+    assert [one.index for one in packed.data] == list(range(len(TEXTS)))
+    assert packed.usage.prompt_tokens == packed.usage.total_tokens == sum(map(len, TEXTS))
+    assert len(few.data[0].embedding) == 16
+    assert (too_long.value.param, too_long.value.code) == ("input[1]", "context_length_exceeded")
+    assert too_many.value.param == "dimensions"
+
+
+async def test_rerank_and_score_in_the_forms_of_others(reranker_stack: LocalStack) -> None:
+    documents = ["Paris is in France.", "Bread is made of flour.", "A bus has seats."]
+    url = f"http://{reranker_stack.gateway_addresses[0]}"
+    query = "capital of France"
+    async with AsyncClient(reranker_stack.address) as client, httpx2.AsyncClient(base_url=url, timeout=60) as http:
+        (model,) = await client.list_models()
+        scores = [one.value for one in await client.score(query, documents)]
+        asked = {"model": model.name, "query": query, "documents": documents}
+        answers = {}
+        for path, body in (
+            ("/v1/rerank", asked | {"top_n": 2, "return_documents": True}),
+            ("/v2/rerank", asked),
+            ("/rerank", asked | {"documents": [{"text": text} for text in documents]}),
+            ("/v1/score", {"model": model.name, "text_1": query, "text_2": documents}),
+            ("/score", {"model": model.name, "text_1": [query, query], "text_2": documents[:2]}),
+        ):
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            answers[path] = answer.json()
+        wrong = await http.post("/v1/embeddings", json={"model": model.name, "input": "text"})
+        too_long = await http.post("/v1/rerank", json=asked | {"documents": ["fine", "x" * 1025]})
+
+    assert wrong.status_code == too_long.status_code == 400
+    assert "makes scores" in wrong.json()["error"]["message"]
+    assert too_long.json()["error"]["param"] == "documents[1]"
+    order = sorted(range(3), key=lambda index: -scores[index])
+    assert [one["index"] for one in answers["/v1/rerank"]["results"]] == order[:2]
+    assert [one["document"]["text"] for one in answers["/v1/rerank"]["results"]] == [documents[i] for i in order[:2]]
+    for path in ("/v2/rerank", "/rerank"):
+        assert [one["index"] for one in answers[path]["results"]] == order
+        assert "document" not in answers[path]["results"][0]
+    values = [one["relevance_score"] for one in answers["/v2/rerank"]["results"]]
+    assert values == pytest.approx([scores[index] for index in order], abs=1e-6)
+    assert [one["score"] for one in answers["/v1/score"]["data"]] == pytest.approx(scores, abs=1e-6)
+    assert [one["score"] for one in answers["/score"]["data"]] == pytest.approx(scores[:2], abs=1e-6)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         UnusedExecutor,
         VariantCapacity,
     )
-    from inflight.embeddings import Embedding, EmbedOptions, Score
+    from inflight.embeddings.calls import Embedding, EmbedOptions, Score
     from inflight.errors import FieldError, InflightError
     from inflight.events import (
         Accepted,
@@ -124,7 +124,7 @@ _MODULES = (
     "errors",
     "access",
     "requests",
-    "embeddings",
+    "embeddings.calls",
     "events",
     "beams.search",
     "catalogue",

@@ -35,7 +35,7 @@ from inflight.catalogue import (
     decode_standing,
     decode_state,
 )
-from inflight.embeddings import (
+from inflight.embeddings.calls import (
     Embedding,
     EmbedOptions,
     Input,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from inflight.executor.pooling.pooled import Numbers
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 
@@ -70,7 +70,7 @@ class PendingStep(Protocol):
 class PoolingStep(PendingStep, Protocol):
     """A launched step of a runner whose model pools."""
 
-    def pooled(self) -> tuple[Numbers, ...]:
+    def pooled(self) -> tuple[array[float], ...]:
         """Returns the sums of hidden states of the plan's `pooled` rows. Call it after `result`."""
         ...
 

@@ -114,12 +114,11 @@ def load_model(
     that is measured to be clearly faster), `quantized`, `dense`, which expands a quantized checkpoint to the dtype,
     `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds linear layers to 4 bits.
     `kv_cache_dtype` is `auto`, `int8` or `fp8`; layers of `kv_cache_skip_layers` keep the dtype of the activations.
-    `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`. `pooling_name` says
-    what the model makes of a whole prompt, see `read_pooling`. `instructions` names
-    the build of the C++ code, and `weight_stream` how it reads the weights; without it the fastest way is measured.
-    `max_sequence_length`, or with 0 the context length, decides between the factors of longrope. `eos_token_ids`
-    replace those of the model's files. Of several ranks, this is the one of `shard`; the leader has the `group` of the
-    others, which must join before the model is checked.
+    `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`. `pooling_name` is for
+    `read_pooling`. `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights;
+    without it the fastest way is measured. `max_sequence_length`, or with 0 the context length, decides between the
+    factors of longrope. `eos_token_ids` replace those of the model's files. Of several ranks, this is the one of
+    `shard`; the leader has the `group` of the others, which must join before the model is checked.
     """
     device = choose_device(device_name)
     dtype = choose_dtype(dtype_name, device)
@@ -138,8 +137,7 @@ def load_model(
     choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
     _check_choice(choice, layer_kv_dtypes, device)
     sampler = _native_sampler(choice.backend, device, instructions)
-    with model_errors(f"the pooling of model {source.name!r} cannot be read"):
-        pooling = read_pooling(network, source, pooling_name)
+    pooling = read_pooling(network, source, pooling_name)
     end_ids = find_end_tokens(source, folder, vocabulary_size, eos_token_ids) if shard.rank == 0 else ()
     layout = KvLayout(choice.backend, device, dtype, _layers_of(layers, shard), layer_kv_dtypes)
     with model_errors(f"model {source.name!r} cannot be prepared"):
@@ -147,23 +145,24 @@ def load_model(
         weights = _Weights(network, layers, layout, weight_dtype, length, shard, sizes, mixers)
         chosen = _choose_forward(weights, forward_name, backend_name, weight_stream)
         same = chosen.same_on_all_ranks
-        if pooling is not None:
-            _check_pooling(chosen.forward, pooling, shard)
         description = describe(source, network, layout, defaults, chosen.weight_dtype, choice.reason, same)
         forward = chosen.forward if group is None else _lead(chosen.forward, group, description)
     _check(forward, expectation, description, network.config)
     del network, weights, chosen
     return_free_memory()
-    return PagedModel(description, forward, sampler, pooling)
+    return PagedModel(description, forward, sampler, _checked_pooling(pooling, forward, shard))
 
 
-def _check_pooling(forward: Forward, pooling: Pooling, shard: Shard) -> None:
+def _checked_pooling(pooling: Pooling | None, forward: Forward, shard: Shard) -> Pooling | None:
+    if pooling is None:
+        return None
     if shard.num_ranks > 1 or forward.hidden_size is None:
         where = "tensor_parallel_size above 1" if shard.num_ranks > 1 else f"device {forward.layout.device}"
         raise ModelError(
             f"it makes {'scores' if pooling.kind is PoolingKind.SCORE else 'embeddings'}, which are not built for "
             f"{where}; use device cpu with one rank, or --pooling off to generate only"
         )
+    return pooling
 
 
 @dataclass(frozen=True, slots=True, eq=False)

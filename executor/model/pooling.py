@@ -133,5 +133,5 @@ def _classifier(network: PreTrainedModel, folder: Path) -> Pooling:
 
 
 def _score(weights: Tensor, bias: float, *, is_only: bool) -> Pooling:
-    numbers = weights.detach().numpy().copy()
+    numbers = tuple(weights.tolist())
     return Pooling(PoolingKind.SCORE, len(numbers), is_only=is_only, weights=numbers, bias=bias)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from array import array
 from collections.abc import Mapping
 from functools import partial
 
@@ -21,7 +22,6 @@ from inflight.common.machine import num_usable_cores
 from inflight.executor.device import StepTimer, is_gpu, to_host
 from inflight.executor.engine.runner import PendingStep, token_ids_of
 from inflight.executor.model.model import PagedModel
-from inflight.executor.pooling.pooled import Numbers
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 from inflight.executor.step.batch import StepBatch
@@ -43,7 +43,7 @@ class LaunchedStep:
         self.swaps_in = plan.swaps_in
         # Of each of the plan's `pooled`, the number of its rows among the hidden states.
         self._num_hidden = [one.end - one.start for one in plan.pooled]
-        self._pooled: tuple[Numbers, ...] = ()
+        self._pooled: tuple[array[float], ...] = ()
         self.began_s = 0.0
         self.ended_s = 0.0
         self.copied_s = 0.0
@@ -59,7 +59,7 @@ class LaunchedStep:
     def pool(self, hidden: Tensor) -> None:
         """Takes the hidden states `[P, hidden_size]`, before `settle`."""
         parts = hidden.to("cpu", torch.float64).split(self._num_hidden)
-        self._pooled = tuple(part.sum(0).numpy() for part in parts)
+        self._pooled = tuple(array("d", part.sum(0).numpy().tobytes()) for part in parts)
 
     def fail(self, error: BaseException) -> None:
         """Delivers the failure."""
@@ -79,7 +79,7 @@ class LaunchedStep:
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         return NO_LOGPROBS if self._reported is None else self._reported.read()
 
-    def pooled(self) -> tuple[Numbers, ...]:
+    def pooled(self) -> tuple[array[float], ...]:
         return self._pooled
 
 

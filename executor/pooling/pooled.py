@@ -15,14 +15,10 @@ into chunks only as far as the rows do.
 from __future__ import annotations
 
 import math
+import operator
 from array import array
 from dataclasses import dataclass
 from enum import Enum
-
-import numpy as np
-import numpy.typing as npt
-
-Numbers = npt.NDArray[np.float64]
 
 # What torch's `normalize` divides shorter rows by.
 MIN_LENGTH = 1e-12
@@ -36,14 +32,14 @@ class PoolingKind(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pooling:
-    """How a model pools. `hidden_size` are the numbers of a row. SCORE has `weights[hidden_size]`, of float32. A model
-    that `is_only` pooling does not generate."""
+    """How a model pools. `hidden_size` are the numbers of a row. SCORE has `weights[hidden_size]`. A model that
+    `is_only` pooling does not generate."""
 
     kind: PoolingKind
     hidden_size: int
     is_normalized: bool = False
     is_only: bool = False
-    weights: npt.NDArray[np.float32] | None = None
+    weights: tuple[float, ...] = ()
     bias: float = 0.0
 
     @property
@@ -60,12 +56,12 @@ class Pooling:
 @dataclass(slots=True, eq=False)
 class PooledOutput:
     """The result of one sequence, which grows with its chunks. `dimensions` 0 keeps all. The first `num_planned` tokens
-    need no further row: they are in `total`, the sum of the rows so far, or in steps in flight."""
+    need no further row: they are in `total`, the sum of the rows so far in float64, or in steps in flight."""
 
     pooling: Pooling
     dimensions: int = 0
     num_planned: int = 0
-    total: Numbers | None = None
+    total: array[float] | None = None
 
     def rows_of_chunk(self, start: int, end: int, num_tokens: int) -> tuple[int, int]:
         """Returns the positions `[first, last)` whose rows are needed of a chunk `[start, end)` of a prompt of
@@ -74,28 +70,27 @@ class PooledOutput:
             return max(start, self.num_planned), end
         return (end - 1, end) if end == num_tokens > self.num_planned else (end, end)
 
-    def add(self, rows_sum: Numbers) -> None:
-        """Adds the sum `[hidden_size]` of the rows of a chunk."""
-        self.total = rows_sum if self.total is None else self.total + rows_sum
+    def add(self, rows_sum: array[float]) -> None:
+        """Adds the sum `[hidden_size]` of the rows of a chunk, in float64."""
+        total = self.total
+        self.total = rows_sum if total is None else array("d", map(operator.add, total, rows_sum))
 
     @property
     def is_finite(self) -> bool:
         """Whether all numbers so far are finite. They are not if the model computes NaN or infinity."""
-        return self.total is None or bool(np.isfinite(self.total).all())
+        return self.total is None or math.isfinite(sum(self.total))
 
     def values(self, num_tokens: int) -> array[float]:
         """Returns the result, in float32, for a prompt of `num_tokens`, all rows of which were added."""
         assert self.total is not None
         pooling, row = self.pooling, self.total
-        if pooling.weights is not None:
-            return array("f", (_sigmoid(float(row @ pooling.weights.astype(np.float64)) + pooling.bias),))
-        if pooling.kind is PoolingKind.MEAN:
-            row = row / num_tokens
-        row = row[: self.dimensions or None]
+        if pooling.kind is PoolingKind.SCORE:
+            return array("f", (_sigmoid(math.fsum(map(operator.mul, row, pooling.weights)) + pooling.bias),))
+        row = row[: self.dimensions] if self.dimensions else row
+        divisor = float(num_tokens) if pooling.kind is PoolingKind.MEAN else 1.0
         if pooling.is_normalized:
-            length = float(np.linalg.norm(row))
-            row = row / max(length, MIN_LENGTH)
-        return array("f", row.tolist())
+            divisor *= max(math.sqrt(math.fsum(map(operator.mul, row, row))) / divisor, MIN_LENGTH)
+        return array("f", (number / divisor for number in row))
 
 
 def _sigmoid(logit: float) -> float:

@@ -16,7 +16,7 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
-from inflight.executor.pooling.pooled import Numbers, PooledOutput
+from inflight.executor.pooling.pooled import PooledOutput
 from inflight.executor.scheduler.blocks import WindowTable
 from inflight.executor.scheduler.step_constraint import StepConstraint
 from inflight.executor.speculation.proposer import Proposer
@@ -468,7 +468,7 @@ class StepResult:
     plan: StepPlan
     sampled_ids: tuple[int | None, ...]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
-    pooled: tuple[Numbers, ...] = ()
+    pooled: tuple[array[float], ...] = ()
 
     def keep_pooled(self, ended: Container[Sequence]) -> None:
         """Adds the hidden states to their sequences, except to those of `ended` ones."""

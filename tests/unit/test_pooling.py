@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -191,7 +192,7 @@ def test_a_cancelled_embedding_frees_its_blocks(case: Case) -> None:
     assert pool.num_used
     assert scheduler.cancel("gone", 1, FinishReason.CANCELLED) is None
 
-    zeros = tuple(torch.zeros(64, dtype=torch.float64).numpy() for _ in plan.pooled)
+    zeros = tuple(array("d", [0.0] * 64) for _ in plan.pooled)
     (event,) = scheduler.update(StepResult(plan, (), pooled=zeros)).finished
 
     assert (event.reason, len(event.pooled), pool.num_used) == (FinishReason.CANCELLED, 0, 0)
@@ -204,7 +205,7 @@ def test_hidden_states_that_are_not_finite_end_their_sequence_alone(case: Case) 
         assert scheduler.offer(pooled(case.model, name, PROMPTS["block"])) is None
     plan = scheduler.schedule()
     values = {"broken": torch.nan, "whole": 1.0}
-    sums = tuple(torch.full((64,), values[one.sequence.request_id]).double().numpy() for one in plan.pooled)
+    sums = tuple(array("d", [values[one.sequence.request_id]] * 64) for one in plan.pooled)
 
     ends = {event.sequence.request_id: event for event in scheduler.update(StepResult(plan, (), pooled=sums)).finished}
 

@@ -535,7 +535,7 @@ _EXPECTED = {
 }
 _ELEMENTS = {"any": "", "int": " of integers", "str": " of strings"}
 # The beginning of the text of a validator of a whole object: the parameter within it.
-_PARAM = re.compile(r"(?P<param>[a-z_]+(?:\[\d+\]|\.[a-z_]+)*): (?P<text>.*)", re.DOTALL)
+_PARAM = re.compile(r"(?P<param>[a-z_]+\d?(?:\[\d+\]|\.[a-z_]+)*): (?P<text>.*)", re.DOTALL)
 
 
 def _explained(error: ValidationError, body: dict[str, Any]) -> ApiError:

@@ -93,7 +93,7 @@ def _yes_no(network: PreTrainedModel, yes: Any, no: Any, *, is_only: bool = Fals
     changes = [name for name in CHANGES_OF_LOGITS if getattr(config, name, None) not in (None, 0, 1)]
     if changes:
         raise ModelError(f"its logits are changed by {', '.join(changes)}, which a score of two tokens is not")
-    rows = []
+    rows: list[tuple[Tensor, float]] = []
     for token_id in (yes, no):
         if token_id is None and rows:
             continue

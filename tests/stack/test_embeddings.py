@@ -210,6 +210,8 @@ async def test_scores_are_the_yes_and_no_of_the_models_own_prompt(reranker_stack
     assert all(0 < one.value < 1 for one in scores)
     tokenizer = Tokenizer.from_file(str(reranker / "tokenizer.json"))
     yes, no = tokenizer.token_to_id("yes"), tokenizer.token_to_id("no")
+    assert yes is not None
+    assert no is not None
     assert scores[0].value == pytest.approx(Oracle(reranker).yes_no(prompt, yes, no), abs=1e-5)
     assert by_ids.values == pytest.approx([scores[0].value], abs=1e-6)
 

@@ -20,7 +20,7 @@ from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
-from inflight.executor.pooling.pooled import PooledOutput
+from inflight.executor.pooling.pooled import PooledOutput, Pooling, PoolingKind
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.limits import Batching, SchedulerLimits
 from inflight.executor.scheduler.scheduler import Scheduler
@@ -167,6 +167,18 @@ def test_embeddings_do_not_depend_on_what_else_is_computed(case: Case) -> None:
         for turn in (0, 1):
             distance = (results[f"{name}{turn}"] - expected).abs().max()
             assert distance <= (most[case.is_native, case.mode]), (name, turn)
+
+
+@pytest.mark.parametrize(("kind", "needed"), [(PoolingKind.MEAN, (40, 60)), (PoolingKind.LAST, (60, 60))], ids=str)
+def test_rows_that_were_added_before_a_preemption_are_not_added_again(
+    kind: PoolingKind, needed: tuple[int, int]
+) -> None:
+    output = PooledOutput(Pooling(kind, 2))
+    _, output.num_planned = output.rows_of_chunk(0, 40, 100) if kind is PoolingKind.MEAN else (0, 0)
+
+    # It begins again at the first token.
+    assert output.rows_of_chunk(0, 60, 100) == needed
+    assert output.rows_of_chunk(60, 100, 100) == ((60, 100) if kind is PoolingKind.MEAN else (99, 100))
 
 
 def test_prefix_cache_is_read_only_where_no_row_is_missed(case: Case) -> None:

@@ -120,8 +120,7 @@ def load_model(
     factors of longrope. `eos_token_ids` replace those of the model's files. Of several ranks, this is the one of
     `shard`; the leader has the `group` of the others, which must join before the model is checked.
     """
-    device = choose_device(device_name)
-    dtype = choose_dtype(dtype_name, device)
+    dtype = choose_dtype(dtype_name, device := choose_device(device_name))
     # The whole model need not fit in the memory of one rank's GPU.
     network, folder = load_network(source, dtype, device if shard.num_ranks == 1 else torch.device("cpu"))
     length, sizes = _sequence_length(network, max_sequence_length), sizes if weight_dtype == "auto" else None

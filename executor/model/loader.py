@@ -143,8 +143,7 @@ def load_model(
         defaults = read_defaults(folder, vocabulary_size, end_ids)
         weights = _Weights(network, layers, layout, weight_dtype, length, shard, sizes, mixers)
         chosen = _choose_forward(weights, forward_name, backend_name, weight_stream)
-        same = chosen.same_on_all_ranks
-        description = describe(source, network, layout, defaults, chosen.weight_dtype, choice.reason, same)
+        description = describe(source, network, layout, defaults, chosen.weight_dtype, choice.reason, chosen.same)
         forward = chosen.forward if group is None else _lead(chosen.forward, group, description)
     _check(forward, expectation, description, network.config)
     del network, weights, chosen
@@ -182,11 +181,11 @@ class _Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """A forward pass, the type of its weights, and the properties, by name, in which its ranks must agree."""
+    """A forward pass, the type of its weights, and the properties, by name, that are to be the same on all ranks."""
 
     forward: Forward
     weight_dtype: str
-    same_on_all_ranks: Mapping[str, str]
+    same: Mapping[str, str]
 
 
 def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, stream: WeightStream | None) -> _Chosen:

@@ -101,14 +101,24 @@ class WindowSize:
 # Prompt and output of a usual request. Shorter ones leave blocks unused while every seat is taken, longer ones seats.
 TOKENS_PER_SEAT = 1024
 LEAST_SEATS = 8
-# A step of 64 sequences takes about twice as long as one of 32 on a CPU, for a fifth more tokens per second. On a GPU
-# the bound is vLLM's default.
-MOST_SEATS = {"cpu": 64, "cuda": 256}
+# On a GPU the most seats and the tokens of a step are those of vLLM's server.
+LARGE_GPU_BYTES = 70 << 30
+STEP_TOKENS, STEP_TOKENS_OF_LARGE_GPU = 1024, 8192
+# A step of 64 sequences takes about twice as long as one of 32 on a CPU, for a fifth more tokens per second.
+MOST_SEATS_OF_CPU, MOST_SEATS_OF_GPU, MOST_SEATS_OF_LARGE_GPU = 64, 256, 1024
 
 
-def most_seats(device_type: str, max_num_tokens: int) -> int:
-    """Returns the upper bound of `num_seats`. Each seat needs a token in every step."""
-    return min(MOST_SEATS.get(device_type, MOST_SEATS["cpu"]), max_num_tokens)
+def default_step_tokens(gpu_bytes: int) -> int:
+    """Returns the tokens of the largest step, given the memory of the GPU, 0 for a CPU."""
+    return STEP_TOKENS_OF_LARGE_GPU if gpu_bytes >= LARGE_GPU_BYTES else STEP_TOKENS
+
+
+def most_seats(gpu_bytes: int, max_num_tokens: int) -> int:
+    """Returns the upper bound of `num_seats`, given the memory of the GPU, 0 for a CPU. Each seat needs a token in
+    every step."""
+    if gpu_bytes >= LARGE_GPU_BYTES:
+        return min(MOST_SEATS_OF_LARGE_GPU, max_num_tokens)
+    return min(MOST_SEATS_OF_GPU if gpu_bytes else MOST_SEATS_OF_CPU, max_num_tokens)
 
 
 def num_seats(num_blocks: int, tokens_per_block: int, context_length: int, most: int) -> int:

@@ -52,6 +52,11 @@ def free_device_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) if is_gpu(device) else None
 
 
+def gpu_bytes(device: torch.device) -> int:
+    """Returns the whole memory of a GPU; 0 for a CPU."""
+    return int(torch.cuda.mem_get_info(device)[1]) if is_gpu(device) else 0
+
+
 def host_zeros(count: int, device: torch.device) -> Tensor:
     """Returns zeros `[count]` int32 on the host, which a device copies without making the host wait."""
     return torch.zeros(count, dtype=torch.int32, pin_memory=is_gpu(device))

@@ -26,13 +26,20 @@ from inflight.executor.adapters.store import AdapterStore
 from inflight.executor.adapters.weights import AdapterLimits
 from inflight.executor.attention.gpu_host_tier import staging_bytes
 from inflight.executor.checkpoint.shards import WHOLE
-from inflight.executor.device import free_device_bytes
+from inflight.executor.device import free_device_bytes, gpu_bytes
 from inflight.executor.engine.runner import StepSizes
 from inflight.executor.forward.forward import Forward, StateMemory
 from inflight.executor.kv_groups import choose_kv_groups
 from inflight.executor.model.model import PagedModel
 from inflight.executor.parallel.leader import WorkerGroup
-from inflight.executor.ranks import check_devices, check_parallel, load_shard, open_group, threads_per_rank
+from inflight.executor.ranks import (
+    check_devices,
+    check_parallel,
+    load_shard,
+    open_group,
+    threads_per_rank,
+    with_step_tokens,
+)
 from inflight.executor.recurrent.mixer import StateSizes
 from inflight.executor.scheduler.limits import Batching, KvWindow, SchedulerLimits, SchedulerPolicy, StateLimits
 from inflight.executor.settings import ExecutorSettings
@@ -56,6 +63,7 @@ def load_executor(settings: ExecutorSettings) -> Loaded:
     """Starts the other ranks if there are any, loads the model and sizes its KV pool and its steps."""
     check_parallel(settings)
     check_devices(settings)
+    settings = with_step_tokens(settings)
     group = open_group(settings)
     try:
         return _load(settings, group)
@@ -213,7 +221,7 @@ def _free_host_bytes(group: WorkerGroup | None) -> int:
 def _scheduler_limits(settings: ExecutorSettings, model: PagedModel) -> SchedulerLimits:
     """Returns the limits. If the seats are not set, they are the most there can be: the memory that steps take is
     measured with them, before the KV pool is sized."""
-    max_num_sequences = settings.max_num_sequences or most_seats(model.device.type, settings.max_num_tokens)
+    max_num_sequences = settings.max_num_sequences or most_seats(gpu_bytes(model.device), settings.max_num_tokens)
     return SchedulerLimits(
         max_num_sequences=max_num_sequences,
         num_standby_sequences=_num_standby(settings, max_num_sequences),

@@ -12,13 +12,14 @@ from dataclasses import fields
 
 import torch
 
+from inflight.common.kv_size import default_step_tokens
 from inflight.common.machine import num_usable_cores
 from inflight.common.model_source import ModelSource, resolve_model
 from inflight.common.settings import ENV_PREFIX, SettingError
 from inflight.executor.attention.cpu import CpuAttention
 from inflight.executor.checkpoint.shards import Shard
 from inflight.executor.cpu.weight_form import ExecutorSizes
-from inflight.executor.device import choose_device, is_gpu
+from inflight.executor.device import choose_device, gpu_bytes, is_gpu
 from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
@@ -28,6 +29,8 @@ from inflight.executor.parallel.member import Executes, Member, Welcome
 from inflight.executor.settings import ExecutorSettings
 
 log = logging.getLogger(__name__)
+
+LEAST_STEP_TOKENS = 16
 
 # What a GPU forward pass of several ranks lacks: settings, and the values with which they do not need it.
 WITHOUT_RANKS_ON_GPUS = {
@@ -121,6 +124,17 @@ def load_shard(settings: ExecutorSettings, source: ModelSource, shard: Shard, gr
         shard=shard,
         group=group,
     )
+
+
+def with_step_tokens(settings: ExecutorSettings) -> ExecutorSettings:
+    """Returns the settings with the tokens of a step that the device has by default, unless they are set. Raises
+    `SettingError` if they are too few."""
+    if settings.max_num_tokens:
+        if settings.max_num_tokens < LEAST_STEP_TOKENS:
+            raise SettingError(f"max_num_tokens={settings.max_num_tokens} must be at least {LEAST_STEP_TOKENS}")
+        return settings
+    num_tokens = default_step_tokens(gpu_bytes(choose_device(settings.device)))
+    return settings.model_copy(update={"max_num_tokens": max(num_tokens, settings.max_num_sequences)})
 
 
 def sizes_of(settings: ExecutorSettings) -> ExecutorSizes:

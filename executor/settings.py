@@ -54,8 +54,8 @@ class ExecutorSettings(ProcessSettings):
     )
     weight_dtype: Literal["auto", "quantized", "dense", "int8", "int4", "fp8"] = Field(
         "auto",
-        description="type of the weights; auto: as in the checkpoint, but on a CPU dense for a quantized one if that "
-        "fits and is measured to be clearly faster; quantized: as in a quantized checkpoint; dense: a "
+        description="type of the weights; auto: as in the checkpoint, but on a CPU dense or int8 for a quantized one "
+        "if that fits and is measured to be clearly faster; quantized: as in a quantized checkpoint; dense: a "
         "quantized checkpoint is expanded to dtype, which takes more memory; int8: about half the memory of bfloat16, "
         "faster, with activations rounded to int8 in products; int4: a third of the memory, fastest with few "
         "requests, less quality; int8 and int4 on a CPU only; fp8: half the memory of bfloat16, with activations "
@@ -119,13 +119,17 @@ class ExecutorSettings(ProcessSettings):
         ge=0,
         le=4096,
         description="seats: maximum sequences per step; 0: one for each 1024 tokens of the KV cache, at least 8 and at "
-        "most 64 on a CPU and 256 on a GPU",
+        "most 64 on a CPU, 256 on a GPU and 1024 on one of at least 70 GiB",
     )
     num_standby_sequences: int = Field(
         8, ge=0, le=4096, description="maximum sequences held in addition to the seats, ready for the next free seat"
     )
     max_num_tokens: int = Field(
-        1024, ge=16, le=1_048_576, description="maximum tokens per step, prompt chunks and decodes together"
+        0,
+        ge=0,
+        le=1_048_576,
+        description="maximum tokens per step, prompt chunks and decodes together; 0: 1024, and 8192 on a GPU of at "
+        "least 70 GiB, and at least max_num_sequences",
     )
     enable_chunked_context: bool = Field(
         True, description="split long prompts into chunks that share steps with decodes"

@@ -93,6 +93,8 @@ class GatewayService:
             raise refused(LAST_EVENT_ID, "is not supported here: a response cannot be resumed; send a chat completion")
         stored, metadata, key = self._stored, _metadata(request), _key(request)
         raw = await self._body(request)
+        if stored is not None:
+            raw = await stored.resolved(raw, metadata)
         body = parse_responses(raw) if stored is None else stored.parsed(raw)
         earlier = None
         if stored is not None and body.previous_response_id is not None:

@@ -44,7 +44,14 @@ from inflight.executor.checkpoint.shards import WHOLE, Shard, digest_of, divide,
 from inflight.executor.cpu.decoder import NativeDecoder, form_of, stream_for, unsupported_reason
 from inflight.executor.cpu.sampler import NativeSampler, choose_sampler
 from inflight.executor.cpu.streams import WeightStream
-from inflight.executor.cpu.weight_form import ExecutorSizes, FormChoice, choose_form, measure_with, read_quantized
+from inflight.executor.cpu.weight_form import (
+    ExecutorSizes,
+    FormChoice,
+    WeightForm,
+    choose_form,
+    measure_with,
+    read_quantized,
+)
 from inflight.executor.device import choose_device, choose_dtype, is_gpu
 from inflight.executor.device import device_name as name_of
 from inflight.executor.formats.loading import load_network
@@ -295,7 +302,7 @@ def _open_flashinfer(weights: _Weights, decoder: GpuDecoder | None, backend_name
 
 
 def _native_forward(
-    weights: _Weights, decoder: DecoderWeights, backend: CpuAttention, stream: WeightStream | None
+    weights: _Weights, decoder: DecoderWeights, backend: CpuAttention, set_stream: WeightStream | None
 ) -> _Chosen | str:
     """Packs the model, or a shard of it, for the C++ code. The network cannot compute with quantized weights then.
     Returns the reason if there is no such forward pass for this model."""
@@ -305,16 +312,19 @@ def _native_forward(
     _check_divisible(decoder, shard)
     same_on_all_ranks = _same_on_all_ranks(decoder, backend.library.instructions, shard)
     form = form_of(decoder, layout.dtype, weights.weight_dtype == "int8")
-    stream = stream or stream_for(backend.library, backend.pool, form)
+    stream = set_stream or stream_for(backend.library, backend.pool, form)
     choice = _choose_form(weights, decoder, backend, stream)
     if choice is not None:
         log.info("quantized weights are %s", choice)
-        form = replace(form, expands_quantized=choice.is_dense)
+        weights = replace(weights, weight_dtype=choice.form.value)
+        if choice.form is WeightForm.INT8:
+            form = replace(form, has_int8_weights=True)
+            stream = set_stream or stream_for(backend.library, backend.pool, form)
+        form = replace(form, expands_quantized=choice.form is WeightForm.DENSE)
     native = NativeDecoder(backend.library, backend.pool, form, stream, shard)
     log.info("weights are read with %s", native.stream)
     native.pack(decoder, frees_quantized=True)
-    weight_dtype = "dense" if form.expands_quantized else weights.weight_dtype
-    return _Chosen(NativeForward(native, layout), weight_dtype, same_on_all_ranks)
+    return _Chosen(NativeForward(native, layout), weights.weight_dtype, same_on_all_ranks)
 
 
 def _choose_form(

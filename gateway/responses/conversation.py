@@ -10,6 +10,7 @@ from inflight.gateway.errors import ApiError, refused
 from inflight.gateway.store.store import Record
 
 MAX_CHAIN = 1000
+REFERENCE = "item_reference"
 DEFAULT_ITEMS = 20
 MAX_ITEMS = 100
 
@@ -59,6 +60,47 @@ def items_before(previous: str, chain: Sequence[Record | None], max_bytes: int) 
         items += own_items(record)
         items += json.loads(record.response)["output"]
     return items
+
+
+def referenced(body: Any) -> list[str]:
+    """Returns the ids of the items that the input of an unchecked body refers to."""
+    given = body.get("input") if isinstance(body, dict) else None
+    items = given if isinstance(given, list) else []
+    ids = [item.get("id") for item in items if isinstance(item, dict) and item.get("type") == REFERENCE]
+    return [item_id for item_id in ids if isinstance(item_id, str)]
+
+
+def response_of(item_id: str) -> str:
+    """Returns the response that has an item: the ids of items contain its name."""
+    return f"resp_{item_id.partition('_')[2].rpartition('_')[0]}"
+
+
+def with_items(body: dict[str, Any], records: Sequence[Record], max_bytes: int) -> bytes:
+    """Returns a body with the items of these responses in place of the references to them.
+
+    Raises:
+        ApiError: an item is in none of them, or the body would be larger than `max_bytes`.
+    """
+    stored = {}
+    for record in records:
+        output = json.loads(record.response)["output"] if record.response else []
+        stored.update({item["id"]: item for item in (*own_items(record), *output)})
+    items = []
+    for number, item in enumerate(body["input"]):
+        if isinstance(item, dict) and item.get("type") == REFERENCE and isinstance(item.get("id"), str):
+            if item["id"] not in stored:
+                text = (
+                    f"Item with id {item['id'][:100]!r} not found. Only items of stored responses can be referred to."
+                )
+                raise ApiError(404, text, param=f"input[{number}].id", code="not_found")
+            item = stored[item["id"]]
+        items.append(item)
+    raw = json.dumps({**body, "input": items}, ensure_ascii=False, separators=(",", ":")).encode()
+    if len(raw) > max_bytes:
+        raise refused(
+            "input", f"has {len(raw)} bytes with the items that it refers to; at most {max_bytes} are allowed"
+        )
+    return raw
 
 
 def chain_of(record: Record) -> list[str]:

@@ -22,7 +22,19 @@ from inflight.gateway.errors import ApiError, from_router, refused
 from inflight.gateway.metrics import Metrics
 from inflight.gateway.responses.background import Background, replayed
 from inflight.gateway.responses.bodies import ResponsesBody, chat_body, parse_responses
-from inflight.gateway.responses.conversation import DEFAULT_ITEMS, chain_of, items_before, listed, not_found, own_items
+from inflight.gateway.responses.conversation import (
+    DEFAULT_ITEMS,
+    MAX_CHAIN,
+    REFERENCE,
+    chain_of,
+    items_before,
+    listed,
+    not_found,
+    own_items,
+    referenced,
+    response_of,
+    with_items,
+)
 from inflight.gateway.responses.following import Following
 from inflight.gateway.responses.form import ResponseForm
 from inflight.gateway.responses.tools import set_inputs
@@ -75,6 +87,27 @@ class StoredResponses:
         if body.store is None:
             body = body.model_copy(update={"store": body.background or self._settings.store_by_default})
         return body
+
+    async def resolved(self, raw: bytes, metadata: Mapping[str, str]) -> bytes:
+        """Returns a body with the items that it refers to in place of the references. The responses that have them are
+        kept for as long as a new one."""
+        if REFERENCE.encode() not in raw:
+            return raw
+        try:
+            body = json.loads(raw)
+        except ValueError:
+            return raw  # refused when it is parsed
+        names = list(dict.fromkeys(map(response_of, referenced(body))))
+        if not names:
+            return raw
+        if len(names) > MAX_CHAIN:
+            raise refused("input", f"refers to items of {len(names)} responses; at most {MAX_CHAIN} are allowed")
+        tenant = await self._tenant(metadata)
+        found = await self._store.load(names)
+        own = [record for record in found if record is not None and record.tenant == tenant]
+        body_with_items = with_items(body, own, self._settings.max_body_bytes)
+        await self._store.touch(tenant, [record.response_id for record in own])
+        return body_with_items
 
     async def earlier(self, previous: str, metadata: Mapping[str, str]) -> Earlier:
         """Returns what a response with this `previous_response_id` continues."""

@@ -140,9 +140,7 @@ class ResponseStore:
         that owner's lease. Returns whether it is new. Raises `ApiError` 429 if the tenant's limits do not allow it."""
         limits = self._limits
         fields = _fields(replace(record, authorization=self._sealed(record.authorization)))
-        if ancestors:
-            records = [_of(one) for one in ancestors]
-            await self._call("touch", [self._of_tenant(record.tenant)[0], *records], limits.ttl_ms, *ancestors)
+        await self.touch(record.tenant, ancestors)
         bounds = (limits.max_responses, limits.max_bytes, limits.max_running)
         keys = self._keys(record)[:-1]
         outcome, *left = await self._call(
@@ -163,6 +161,12 @@ class ResponseStore:
             )
             raise ApiError(429, text, "rate_limit_error", code="storage_full", may_retry=False)
         return bool(outcome == "created")
+
+    async def touch(self, tenant: str, response_ids: Sequence[str]) -> None:
+        """Keeps responses of a tenant for as long as a new one. Unknown ones are left out."""
+        if response_ids:
+            records = [_of(one) for one in response_ids]
+            await self._call("touch", [self._of_tenant(tenant)[0], *records], self._limits.ttl_ms, *response_ids)
 
     async def load(self, response_ids: Sequence[str]) -> list[Record | None]:
         """Returns responses, None for unknown ones."""

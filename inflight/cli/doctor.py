@@ -229,7 +229,7 @@ def _measured_form(model: str) -> str:
     sizing: Any = imported("inflight.tools.sizing.model_shape")
     settings: Any = imported("inflight.common.settings")
     kv_size: Any = imported("inflight.common.kv_size")
-    own = settings.load(ranks.ExecutorSettings, "inflight doctor", [])
+    own = ranks.with_step_tokens(settings.load(ranks.ExecutorSettings, "inflight doctor", []))
     if own.weight_dtype != "auto":
         return f"{own.weight_dtype}, as the settings ask"
     shape, place = sizing.read_model_shape(model), device.choose_device(own.device)
@@ -246,9 +246,11 @@ def _measured_form(model: str) -> str:
     codes = streams.TrialCodes(most.bits, most.group_size, most.has_shifts)
     product = forms.product_of(shape.sizes.hidden, shape.sizes.inner, dtype, codes)
     kv_bytes = kv_size.kv_bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim * dtype.itemsize)
-    dense_bytes = sum(weight.number for weight in coded) * dtype.itemsize
-    quantized = forms.QuantizedModel(product, shape.num_layers, dense_bytes, kv_bytes, shape.context_length)
-    stream = streams.choose_stream(backend.library, backend.pool, forms.dense_of(product))
+    of_head = sum(weight.number for weight in coded if weight.role == "head")
+    of_layers = sum(weight.number for weight in coded) - of_head
+    quantized = forms.QuantizedModel(product, shape.num_layers, of_layers, of_head, kv_bytes, shape.context_length)
+    dense = forms.trial_shape(product, forms.WeightForm.DENSE)
+    stream = streams.choose_stream(backend.library, backend.pool, dense)
     measure = forms.measure_with(backend.library, backend.pool, stream)
     return str(forms.choose_form(quantized, ranks.sizes_of(own), num_available_memory_bytes(), measure))
 

@@ -14,7 +14,13 @@ from inflight.catalogue import Capacity
 from inflight.cli.console import EXIT_USAGE, CommandError, open_console
 from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
-from inflight.common.kv_size import MOST_SEATS, most_seats
+from inflight.common.kv_size import (
+    MOST_SEATS_OF_CPU,
+    MOST_SEATS_OF_GPU,
+    MOST_SEATS_OF_LARGE_GPU,
+    default_step_tokens,
+    most_seats,
+)
 from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER
 from inflight.common.model_source import ModelError
 from inflight.common.settings import SettingError
@@ -66,6 +72,7 @@ def _size(flags: argparse.Namespace) -> Sizing:
     traffic = _traffic(flags)
     shape = read_model_shape(flags.model)
     capacity = _capacity(flags) if flags.from_running else None
+    flags.max_num_tokens = flags.max_num_tokens or default_step_tokens(_gpu_bytes(flags))
     flags.max_num_sequences = flags.max_num_sequences or _most_seats(flags, capacity)
     pool, machine = _pool(flags, shape, capacity)
     if machine is not None:
@@ -99,7 +106,12 @@ def _size(flags: argparse.Namespace) -> Sizing:
 def _most_seats(flags: argparse.Namespace, capacity: Capacity | None) -> int:
     """Returns the seats of the smallest running executor, else the most that an executor has by itself."""
     running = [] if capacity is None else [executor.seats_total for executor in capacity.executors]
-    return min(running, default=0) or most_seats("cuda" if flags.memory_gib is None else "cpu", flags.max_num_tokens)
+    return min(running, default=0) or most_seats(_gpu_bytes(flags), flags.max_num_tokens)
+
+
+def _gpu_bytes(flags: argparse.Namespace) -> int:
+    """Returns the memory of the GPU; 0 for a CPU."""
+    return GPUS_MIB[flags.gpu] << 20 if flags.memory_gib is None else 0
 
 
 def _seats(flags: argparse.Namespace, pool: Pool, traffic: Traffic) -> tuple[str, SeatsHeld, SeatsHeld]:
@@ -154,7 +166,7 @@ def _pool(flags: argparse.Namespace, shape: ModelShape, capacity: Capacity | Non
     is_gpu = flags.memory_gib is None
     num_ranks = flags.tensor_parallel_size
     fraction = flags.fraction or (GPU_FRACTION if is_gpu else CPU_FRACTION)
-    memory = GPUS_MIB[flags.gpu] << 20 if is_gpu else round(flags.memory_gib * GIBIBYTE)
+    memory = _gpu_bytes(flags) if is_gpu else round(flags.memory_gib * GIBIBYTE)
     working_gib = flags.working_gib if flags.working_gib is not None else (GPU_WORKING_GIB if is_gpu else 0.0)
     options = MemoryOptions(
         flags.weight_dtype,
@@ -268,15 +280,14 @@ def _add_pool_flags(group: argparse._ArgumentGroup) -> None:
         "--max-num-sequences",
         type=_whole,
         metavar="N",
-        help=f"maximum number of seats; default: that of an executor, {MOST_SEATS['cuda']} on a GPU, "
-        f"{MOST_SEATS['cpu']} on a CPU",
+        help=f"maximum number of seats; default: that of an executor, {MOST_SEATS_OF_GPU} on a GPU, "
+        f"{MOST_SEATS_OF_LARGE_GPU} on one of 70 GiB, {MOST_SEATS_OF_CPU} on a CPU",
     )
     group.add_argument(
         "--max-num-tokens",
         type=_whole,
-        default=1024,
         metavar="N",
-        help="maximum number of tokens of a step; default: 1024",
+        help="maximum number of tokens of a step; default: 1024, and 8192 on a GPU of 70 GiB",
     )
     group.add_argument(
         "--weight-dtype", choices=WEIGHT_DTYPES, default="auto", help="as for an executor; default: auto"

@@ -41,13 +41,13 @@ async function responses() {
   }
 }
 
-async function ai(provider) {
+async function ai(provider, store = false) {
   const { streamText, isStepCount, jsonSchema, tool } = fetched("ai");
   const made = (name) =>
     tool({ inputSchema: jsonSchema(parameters[name]), execute: async (given) => call(name, given) });
   const tools = Object.fromEntries(names.map((name) => [name, made(name)]));
   const onError = ({ error }) => console.error(error);
-  const providerOptions = { openai: { store: false } }; // by default it refers to items of earlier answers
+  const providerOptions = { openai: { store } }; // with a store it refers to items of earlier answers
   const asked = { prompt: question, tools, stopWhen: isStepCount(3), providerOptions, onError };
   return streamText({ model: provider(model), ...asked }).text;
 }
@@ -59,6 +59,7 @@ const clients = {
   "openai-responses": responses,
   "ai-openai-compatible": () => ai(compatible()),
   "ai-openai": () => ai(openai()),
+  "ai-openai-stored": () => ai(openai(), true),
   "ai-openai-chat": () => ai(openai().chat),
 };
 const answer = await clients[client]();

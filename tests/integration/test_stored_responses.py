@@ -47,6 +47,11 @@ async def told(stream: Any) -> list[Any]:
     return [event async for event in stream]
 
 
+def input_tokens(response: Any) -> int:
+    """The tokens of a response's prompt, cached or not."""
+    return int(response.usage.input_tokens)
+
+
 async def test_response_is_stored_by_default_and_continued(client: openai.AsyncOpenAI, pool: str) -> None:
     asked: dict[str, Any] = {"model": pool, "max_output_tokens": 3, **GREEDY}
     first = await client.responses.create(input="t1 t2", **asked)
@@ -77,6 +82,31 @@ async def test_response_is_stored_by_default_and_continued(client: openai.AsyncO
         with pytest.raises(openai.BadRequestError) as refused:
             await client.responses.create(input="t5", previous_response_id=previous, **asked)
         assert (refused.value.param, refused.value.code) == ("previous_response_id", "previous_response_not_found")
+
+
+async def test_items_of_stored_responses_are_referred_to_by_their_ids(client: openai.AsyncOpenAI, pool: str) -> None:
+    asked: dict[str, Any] = {"model": pool, "max_output_tokens": 3, **GREEDY}
+    first = await client.responses.create(input="t1 t2", **asked)
+    (said,) = (await client.responses.input_items.list(first.id)).data
+    references: Any = [{"type": "item_reference", "id": item.id} for item in (said, *first.output)]
+    asks: Any = {"role": "user", "content": "t3"}
+    second = await client.responses.create(input=[*references, asks], **asked)
+    continued = await client.responses.create(input="t3", previous_response_id=first.id, **asked)
+    assert (second.output_text, input_tokens(second)) == (continued.output_text, input_tokens(continued))
+    # The body is stored with the items, so it does not need the response that they are from.
+    await client.responses.delete(first.id)
+    third = await client.responses.create(input="t4", previous_response_id=second.id, **asked)
+    messages: list[Any] = [{"role": "user", "content": "t1 t2"}, *first.output, asks, *second.output]
+    whole = await client.responses.create(input=[*messages, {"role": "user", "content": "t4"}], store=False, **asked)
+    assert (third.output_text, input_tokens(third)) == (whole.output_text, input_tokens(whole))
+    for item_id in (references[-1]["id"], "msg_1", "x", ""):
+        unknown: Any = [asks, {"type": "item_reference", "id": item_id}]
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.responses.create(input=unknown, **asked)
+        assert missing.value.param == "input[1].id"
+    nameless: Any = [{"type": "item_reference"}]
+    with pytest.raises(openai.BadRequestError):
+        await client.responses.create(input=[asks, *nameless], **asked)
 
 
 async def test_background_response_is_followed_from_any_event(
@@ -244,6 +274,9 @@ async def test_response_is_its_tenants_only(redis_url: str, pool: str, tmp_path:
             with pytest.raises(openai.BadRequestError) as refused:
                 await other.responses.create(previous_response_id=one.id, **asked)
             assert refused.value.code == "previous_response_not_found"
+            reference: Any = {"type": "item_reference", "id": one.output[0].id}
+            with pytest.raises(openai.NotFoundError):
+                await other.responses.create(**{**asked, "input": [reference]})
             with pytest.raises(openai.AuthenticationError):
                 await stranger.responses.retrieve(one.id)
         # The key is in the store no longer than the response runs, and encrypted.

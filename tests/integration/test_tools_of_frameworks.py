@@ -29,7 +29,7 @@ EXPECTED = {"called": [["get_time", {}], ["get_weather", {"city": "Ulm"}]], "ans
 HERMES = BY_NAME["hermes"]
 AGENTS = [name for name in CLIENTS if name not in ("instructor", "smolagents", "dspy")]
 NPM_PACKAGES = ("openai@7.59.0", "ai@7.0.173", "@ai-sdk/openai-compatible@3.0.92", "@ai-sdk/openai@4.0.118")
-OF_NPM = ("openai", "openai-responses", "ai-openai-compatible", "ai-openai", "ai-openai-chat")
+OF_NPM = ("openai", "openai-responses", "ai-openai-compatible", "ai-openai", "ai-openai-stored", "ai-openai-chat")
 WITHOUT_NETWORK = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "HAYSTACK_TELEMETRY_ENABLED": "False",
@@ -90,10 +90,13 @@ async def test_agent_calls_two_tools_and_answers_with_their_results(client: str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("client", OF_NPM)
-async def test_program_of_npm_calls_two_tools_and_answers_with_their_results(client: str, tmp_path: Path) -> None:
+async def test_program_of_npm_calls_two_tools_and_answers_with_their_results(
+    client: str, tmp_path: Path, redis_url: str
+) -> None:
     folder = folder_of(*NPM_PACKAGES)
     router = ScriptedRouter(script)
-    async with gateway_of(router) as gateway:
+    settings = {"store_url": redis_url} if client == "ai-openai-stored" else {}
+    async with gateway_of(router, **settings) as gateway:
         driver = str(DRIVER.with_suffix(".mjs"))
         result = await printed(["node", driver, client, f"{gateway.url}/v1", str(folder)], tmp_path)
     assert result == EXPECTED

@@ -14,7 +14,7 @@ from inflight.cli.doctor import Finding, Verdict
 from inflight.cli.main import main
 from inflight.executor.cpu import streams, weight_form
 from inflight.executor.cpu.streams import TrialCodes
-from inflight.executor.cpu.weight_form import ExecutorSizes, FormChoice, Measure, QuantizedModel
+from inflight.executor.cpu.weight_form import ExecutorSizes, FormChoice, Measure, QuantizedModel, WeightForm
 from inflight.executor.native.library import usable_instruction_sets
 
 
@@ -108,7 +108,7 @@ def test_the_weight_form_is_what_the_executors_module_chooses(monkeypatch: pytes
 
     def choose_form(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int, measure: Measure) -> FormChoice:
         asked.append((model, sizes, free_bytes))
-        return FormChoice(True, "measured")
+        return FormChoice(WeightForm.DENSE, "measured")
 
     monkeypatch.setattr(weight_form, "choose_form", choose_form)
     monkeypatch.setattr(streams, "choose_stream", lambda *_: streams.DEFAULT_STREAM)
@@ -120,6 +120,7 @@ def test_the_weight_form_is_what_the_executors_module_chooses(monkeypatch: pytes
     model, own_sizes, free_bytes = asked[0]
     assert (model.product.columns, model.product.depth, model.num_layers) == (3072, 576, 30)
     assert model.product.codes == TrialCodes(4, 32, True)
+    assert model.num_layer_weights > model.num_head_weights > 0
     assert model.kv_bytes_per_token == 2 * 30 * 3 * 64 * model.product.dtype.itemsize
     assert own_sizes.max_num_sequences == 5
     assert free_bytes > 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from inflight.common.kv_size import most_seats, num_seats
+from inflight.common.kv_size import default_step_tokens, most_seats, num_seats
 from inflight.executor.loader import load_executor
 from inflight.executor.main import identity
 from inflight.executor.settings import ExecutorSettings
@@ -35,8 +35,11 @@ def test_seats_are_one_for_each_1024_tokens_or_context_within_bounds(
 
 
 def test_most_seats_depend_on_the_device_and_the_token_budget() -> None:
-    assert (most_seats("cpu", 1024), most_seats("cuda", 1024), most_seats("cuda", 100)) == (64, 256, 100)
-    assert num_seats(1, 16, 8192, most_seats("cpu", 4)) == 4
+    small, large = 24 << 30, 80 << 30
+    assert [most_seats(gpu_bytes, 8192) for gpu_bytes in (0, small, large)] == [64, 256, 1024]
+    assert [default_step_tokens(gpu_bytes) for gpu_bytes in (0, small, large)] == [1024, 1024, 8192]
+    assert (most_seats(small, 100), most_seats(large, 100)) == (100, 100)
+    assert num_seats(1, 16, 8192, most_seats(0, 4)) == 4
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def test_size_says_figures_and_flags(config_file: Path, capsys: pytest.CaptureFi
     assert rows["KV of a token"][:3] == ["131,072", "bytes", "exact"]
     assert rows["seats needed"][:2] == ["51", "estimated"]
     assert rows["executors"][0] == "1"
-    assert "--max-num-sequences 51 --max-num-tokens 1024" in shown
+    assert "--max-num-sequences 51 --max-num-tokens 8192" in shown
     assert "a step takes longer than the 15 ms between tokens" in shown
 
 
@@ -296,7 +296,9 @@ def test_size_as_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None
     assert sizing["executor_flags"][:2] == ["--dtype", "bfloat16"]
 
 
-@pytest.mark.parametrize(("flags", "seats"), [(["--gpu", "h100-80gb"], 256), (["--memory-gib", "64"], 64)])
+@pytest.mark.parametrize(
+    ("flags", "seats"), [(["--gpu", "h100-80gb"], 1024), (["--gpu", "l4-24gb"], 256), (["--memory-gib", "64"], 64)]
+)
 def test_size_assumes_the_seats_that_an_executor_has_by_itself(
     flags: list[str], seats: int, config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

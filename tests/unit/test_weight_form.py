@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from inflight.executor.cpu.weight_form import (
     Measure,
     QuantizedModel,
     TokenTimes,
+    WeightForm,
     choose_form,
     fastest_form,
     lack_of_memory,
@@ -41,55 +43,68 @@ pytestmark = pytest.mark.timeout(600)  # the first test of a build may wait for 
 
 GIBIBYTE = 1 << 30
 CODES = TrialCodes(4, 32, True)
-# A model with 1 GiB of dense weights, whose KV takes 64 KiB for a token.
-MODEL = QuantizedModel(product_of(2048, 8192, torch.bfloat16, CODES), 16, GIBIBYTE, 64 << 10, 8192)
-SIZES = ExecutorSizes(32, 1024, 0, 0.2, 0)
-# Microseconds of a token of output and of a prompt, quantized and dense, of SmolLM2's gate and up.
+# A model with 1 GiB of dense weights, 544 MiB in int8, whose KV takes 64 KiB for a token.
+MODEL = QuantizedModel(product_of(2048, 8192, torch.bfloat16, CODES), 16, GIBIBYTE // 2, 0, 64 << 10, 8192)
+SIZES = ExecutorSizes("auto", 32, 1024, 0, 0.2, 0)
+QUANTIZED, DENSE, INT8 = WeightForm
+# Microseconds of a token of output and of a prompt, of SmolLM2's gate and up, in the measured forms, and the choice.
 MEASURED = {
-    "AMX, 1 sequence": ((68.2, 3.65), (154.7, 1.69), False),
-    "AMX, 8": ((9.4, 3.65), (17.5, 1.69), False),
-    "AMX, 32": ((3.73, 3.65), (4.72, 1.69), True),
-    "AMX, 64": ((3.56, 3.65), (3.21, 1.69), True),
-    "AVX512-BF16, 32": ((18.6, 18.95), (18.4, 17.0), False),
-    "AVX-512 in float32, 32": ((12.4, 11.7), (17.6, 10.9), False),
-    "AVX2, 32": ((26.9, 26.9), (27.9, 19.9), False),
+    "AMX, 1 sequence": ({QUANTIZED: (68.2, 3.65), DENSE: (154.7, 1.69)}, QUANTIZED),
+    "AMX, 8": ({QUANTIZED: (9.4, 3.65), DENSE: (17.5, 1.69)}, QUANTIZED),
+    "AMX, 32": ({QUANTIZED: (3.73, 3.65), DENSE: (4.72, 1.69)}, DENSE),
+    "AMX, 64": ({QUANTIZED: (3.56, 3.65), DENSE: (3.21, 1.69)}, DENSE),
+    "AVX512-BF16, 1": ({QUANTIZED: (27.36, 9.87), DENSE: (58.08, 7.84), INT8: (30.6, 4.82)}, QUANTIZED),
+    "AVX512-BF16, 32": ({QUANTIZED: (9.96, 9.83), DENSE: (8.1, 7.87), INT8: (4.91, 4.84)}, INT8),
+    "AVX-512 in float32, 32": ({QUANTIZED: (12.4, 11.7), DENSE: (17.6, 10.9)}, QUANTIZED),
+    "AVX2, 32": ({QUANTIZED: (26.9, 26.9), DENSE: (27.9, 19.9)}, QUANTIZED),
 }
 microseconds = st.floats(0.01, 1e4)
 token_times = st.builds(TokenTimes, microseconds, microseconds)
 
 
+def times_of(**share: float) -> dict[WeightForm, TokenTimes]:
+    """Times of forms, by name, as shares of that of quantized weights."""
+    return {WeightForm(name): TokenTimes(of * 1e-6, of * 1e-6) for name, of in {"quantized": 1.0, **share}.items()}
+
+
 @pytest.mark.parametrize("case", MEASURED)
-def test_dense_weights_are_chosen_where_they_were_measured_to_be_clearly_faster(case: str) -> None:
-    quantized, dense, is_dense = MEASURED[case]
-    assert fastest_form(TokenTimes(*quantized), TokenTimes(*dense), 32).is_dense is is_dense
+def test_the_form_is_one_that_was_measured_to_be_clearly_faster(case: str) -> None:
+    measured, form = MEASURED[case]
+    assert fastest_form({form: TokenTimes(*times) for form, times in measured.items()}, 32).form is form
 
 
 def test_a_reason_has_the_seats_and_the_times() -> None:
-    quantized, dense = (TokenTimes(decode * 1e-6, prompt * 1e-6) for decode, prompt in MEASURED["AMX, 32"][:2])
-    choice = str(fastest_form(quantized, dense, 32))
-    assert choice.startswith("expanded: with 32 sequences a product of dense weights takes 0.63 of the time")
-    assert "4.72 and 3.73 µs" in choice
-    assert "1.69 and 3.65 µs" in choice
+    measured, _ = MEASURED["AMX, 32"]
+    choice = str(fastest_form({form: TokenTimes(*(t * 1e-6 for t in times)) for form, times in measured.items()}, 32))
+    assert choice.startswith("expanded: with 32 sequences a product takes")
+    assert "quantized 3.73 and 3.65 µs (1.00), dense 4.72 and 1.69 µs (0.63)" in choice
 
 
-@given(token_times)
-def test_a_tie_and_a_small_gain_leave_weights_as_they_are(times: TokenTimes) -> None:
-    little_faster = TokenTimes(times.decode_s * 0.75, times.prompt_s * 0.75)
-    assert not fastest_form(times, times, 8).is_dense
-    assert not fastest_form(times, little_faster, 8).is_dense
-    assert fastest_form(times, TokenTimes(times.decode_s * 0.65, times.prompt_s * 0.65), 8).is_dense
-
-
-@given(token_times, token_times, st.floats(0.1, 10), st.floats(0.1, 1))
-def test_the_unit_does_not_matter_and_faster_dense_products_do_not_speak_against_them(
-    quantized: TokenTimes, dense: TokenTimes, unit: float, gain: float
+@pytest.mark.parametrize(
+    ("share", "form"),
+    [
+        ({"dense": 1.0, "int8": 1.0}, QUANTIZED),
+        ({"dense": 0.75, "int8": 0.75}, QUANTIZED),
+        ({"dense": 0.65, "int8": 0.75}, DENSE),
+        # Rounded activations must gain as much again.
+        ({"dense": 0.65, "int8": 0.5}, DENSE),
+        ({"dense": 0.65, "int8": 0.45}, INT8),
+        ({"dense": 0.9, "int8": 0.5}, INT8),
+        ({"int8": 0.5}, INT8),
+    ],
+)
+def test_a_form_of_more_memory_or_less_precision_must_be_clearly_faster(
+    share: dict[str, float], form: WeightForm
 ) -> None:
-    is_dense = fastest_form(quantized, dense, 8).is_dense
-    scaled, scaled_dense = (TokenTimes(times.decode_s * unit, times.prompt_s * unit) for times in (quantized, dense))
+    assert fastest_form(times_of(**share), 8).form is form
+
+
+@given(token_times, token_times, st.floats(0.1, 10))
+def test_the_unit_does_not_matter(quantized: TokenTimes, dense: TokenTimes, unit: float) -> None:
+    times = {QUANTIZED: quantized, DENSE: dense}
+    scaled = {form: TokenTimes(one.decode_s * unit, one.prompt_s * unit) for form, one in times.items()}
     if abs(dense.busy_s / quantized.busy_s - LARGEST_SHARE) > 1e-6:
-        assert fastest_form(scaled, scaled_dense, 8).is_dense is is_dense
-    faster = TokenTimes(dense.decode_s * gain, dense.prompt_s * gain)
-    assert fastest_form(quantized, faster, 8).is_dense >= is_dense
+        assert fastest_form(scaled, 8).form is fastest_form(times, 8).form
 
 
 @pytest.mark.parametrize(
@@ -105,35 +120,63 @@ def test_the_unit_does_not_matter_and_faster_dense_products_do_not_speak_against
     ],
 )
 def test_dense_weights_need_memory_beside_the_kv_cache(
-    free_bytes: int | None, changes: dict[str, int], reason: str | None
+    free_bytes: int | None, changes: dict[str, Any], reason: str | None
 ) -> None:
-    found = lack_of_memory(MODEL, replace(SIZES, **changes), free_bytes)
+    found = lack_of_memory(MODEL, DENSE, replace(SIZES, **changes), free_bytes)
     assert found is None if reason is None else reason in str(found)
 
 
-def scripted(calls: list[tuple[TrialShape, int, int]], share: float) -> Measure:
-    """A measurement that dense products take this share of the time of quantized ones."""
+def test_the_output_layer_stays_dense_in_int8() -> None:
+    assert MODEL.num_bytes(INT8) == 544 << 20
+    assert replace(MODEL, num_head_weights=1 << 20).num_bytes(INT8) == 546 << 20
+    assert lack_of_memory(MODEL, INT8, SIZES, 1088 << 20) is None
+    assert "int8 weights would take 544 MiB" in str(lack_of_memory(MODEL, INT8, SIZES, (1088 << 20) - 1))
 
-    def measure(product: TrialShape, num_seats: int, max_num_tokens: int) -> tuple[TokenTimes, TokenTimes]:
-        calls.append((product, num_seats, max_num_tokens))
-        return TokenTimes(1e-6, 1e-6), TokenTimes(share * 1e-6, share * 1e-6)
+
+# A product, the forms, the seats and the tokens of a step.
+Call = tuple[TrialShape, Sequence[WeightForm], int, int]
+
+
+def scripted(calls: list[Call], **share: float) -> Measure:
+    """A measurement that products of these forms take these shares of the time of quantized ones."""
+    times = times_of(**share)
+
+    def measure(
+        product: TrialShape, forms: Sequence[WeightForm], num_seats: int, max_num_tokens: int
+    ) -> dict[WeightForm, TokenTimes]:
+        calls.append((product, forms, num_seats, max_num_tokens))
+        return {form: times[form] for form in forms}
 
     return measure
 
 
 def test_without_memory_nothing_is_measured() -> None:
-    calls: list[tuple[TrialShape, int, int]] = []
-    choice = choose_form(MODEL, SIZES, GIBIBYTE, scripted(calls, 0.1))
-    assert (choice.is_dense, calls) == (False, [])
-    assert "dense weights would take 1,024 MiB" in str(choice)
+    calls: list[Call] = []
+    choice = choose_form(MODEL, SIZES, GIBIBYTE, scripted(calls, dense=0.1, int8=0.1))
+    assert (choice.form, calls) == (QUANTIZED, [])
+    assert "int8 weights would take 544 MiB" in str(choice)
+
+
+def test_only_forms_that_fit_are_measured() -> None:
+    calls: list[Call] = []
+    choice = choose_form(MODEL, SIZES, 1200 << 20, scripted(calls, int8=0.5))
+    assert choice.form is INT8
+    assert [forms for _, forms, *_ in calls] == [[QUANTIZED, INT8]]
+
+
+def test_a_dtype_that_is_set_is_kept_in_products() -> None:
+    calls: list[Call] = []
+    choice = choose_form(MODEL, replace(SIZES, dtype="float32"), 8 * GIBIBYTE, scripted(calls, dense=0.9, int8=0.1))
+    assert choice.form is QUANTIZED
+    assert [forms for _, forms, *_ in calls] == [[QUANTIZED, DENSE]]
 
 
 def test_a_model_in_the_caches_is_not_measured() -> None:
     small = replace(MODEL, num_layers=1, product=product_of(64, 128, torch.bfloat16, CODES))
     assert small.product.num_bytes < TRIAL_BYTES // 2
-    calls: list[tuple[TrialShape, int, int]] = []
-    choice = choose_form(small, SIZES, 8 * GIBIBYTE, scripted(calls, 0.1))
-    assert (choice.is_dense, calls) == (False, [])
+    calls: list[Call] = []
+    choice = choose_form(small, SIZES, 8 * GIBIBYTE, scripted(calls, dense=0.1, int8=0.1))
+    assert (choice.form, calls) == (QUANTIZED, [])
 
 
 @pytest.mark.parametrize(
@@ -145,17 +188,20 @@ def test_steps_are_measured_with_the_seats_that_an_executor_will_have(
     seats_set: int, free_gib: int, seats: int
 ) -> None:
     sizes = replace(SIZES, max_num_sequences=seats_set, max_num_tokens=512)
-    calls: list[tuple[TrialShape, int, int]] = []
-    choice = choose_form(MODEL, sizes, free_gib * GIBIBYTE, scripted(calls, 0.5))
-    assert choice.is_dense
-    assert calls == [(MODEL.product, seats, 512)]
+    calls: list[Call] = []
+    model = replace(MODEL, num_layer_weights=0, num_head_weights=GIBIBYTE // 2)
+    choice = choose_form(model, sizes, free_gib * GIBIBYTE, scripted(calls, dense=0.5, int8=0.5))
+    assert choice.form is DENSE
+    assert calls == [(MODEL.product, list(WeightForm), seats, 512)]
 
 
 def test_products_are_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_form, "TRIAL_OPERATIONS", 1 << 22)
     library = library_of(INSTRUCTION_SETS[0])
     measure = measure_with(library, NativePool(library, 2), DEFAULT_STREAM)
-    for times in measure(product_of(96, 160, torch.bfloat16, TrialCodes(8, 32, False)), 3, 40):
+    measured = measure(product_of(96, 160, torch.bfloat16, TrialCodes(8, 32, False)), list(WeightForm), 3, 40)
+    assert list(measured) == list(WeightForm)
+    for times in measured.values():
         assert 0 < times.decode_s < 1
         assert 0 < times.prompt_s < 1
 
@@ -175,48 +221,53 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def measured_share(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[tuple[TrialShape, int, int]]]:
-    """Lets dense products of every model take a share of the time of quantized ones. Returns the calls."""
+def measured_shares(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], list[Call]]:
+    """Lets dense and int8 products of every model take these shares of the time of quantized ones. Returns the
+    calls."""
 
-    def set_share(share: float) -> list[tuple[TrialShape, int, int]]:
-        calls: list[tuple[TrialShape, int, int]] = []
+    def set_shares(dense: float, int8: float) -> list[Call]:
+        calls: list[Call] = []
+        measure = scripted(calls, dense=dense, int8=int8)
         monkeypatch.setattr(weight_form, "TRIAL_BYTES", 0)
-        monkeypatch.setattr("inflight.executor.model.loader.measure_with", lambda *_: scripted(calls, share))
+        monkeypatch.setattr("inflight.executor.model.loader.measure_with", lambda *_: measure)
         return calls
 
-    return set_share
+    return set_shares
 
 
 @pytest.mark.usefixtures("quantized")
-@pytest.mark.parametrize(("share", "explicit"), [(0.5, "dense"), (0.9, "quantized")])
+@pytest.mark.parametrize(
+    ("dense", "int8", "explicit"), [(0.5, 0.9, "dense"), (0.9, 0.9, "quantized"), (0.9, 0.5, "int8")]
+)
 def test_an_executor_has_the_form_that_was_measured_to_be_faster(
     folder: Path,
-    measured_share: Callable[[float], list[tuple[TrialShape, int, int]]],
-    share: float,
+    measured_shares: Callable[[float, float], list[Call]],
+    dense: float,
+    int8: float,
     explicit: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    calls, case = measured_share(share), filled_case()
+    calls, case = measured_shares(dense, int8), filled_case()
     with torch_threads(2), caplog.at_level("INFO"):
         chosen = load(folder, dtype_name="bfloat16", sizes=SIZES)
-        assert [(num_seats, max_num_tokens) for _, num_seats, max_num_tokens in calls] == [(32, 1024)]
+        assert [(num_seats, max_num_tokens) for *_, num_seats, max_num_tokens in calls] == [(32, 1024)]
         assert calls[0][0] == product_of(128, 192, torch.bfloat16, TrialCodes(8, 16, True))
         expected = load(folder, dtype_name="bfloat16", weight_dtype=explicit, sizes=SIZES)
         assert len(calls) == 1
         assert chosen.description.weight_dtype == expected.description.weight_dtype
         assert torch.equal(logits_of(chosen, case), logits_of(expected, case))
-    assert chosen.description.weight_dtype == ("bfloat16" if explicit == "dense" else "quantized")
+    assert chosen.description.weight_dtype == ("bfloat16" if explicit == "dense" else explicit)
     assert isinstance(chosen.forward, NativeForward)
     assert isinstance(expected.forward, NativeForward)
     assert chosen.forward.decoder.num_matrix_bytes == expected.forward.decoder.num_matrix_bytes
-    assert f"{share:.2f} of the time" in caplog.text
+    assert f"({dense:.2f})" in caplog.text
 
 
 @pytest.mark.usefixtures("quantized")
 def test_ranks_and_callers_without_an_executor_do_not_measure(
-    folder: Path, measured_share: Callable[[float], list[tuple[TrialShape, int, int]]]
+    folder: Path, measured_shares: Callable[[float, float], list[Call]]
 ) -> None:
-    calls = measured_share(0.1)
+    calls = measured_shares(0.1, 0.1)
     for options in ({"sizes": SIZES, "shard": Shard(1, 2)}, {}):
         assert load(folder, **options).description.weight_dtype == "quantized"
     assert calls == []
@@ -225,22 +276,22 @@ def test_ranks_and_callers_without_an_executor_do_not_measure(
 @pytest.mark.usefixtures("quantized")
 def test_too_little_memory_leaves_weights_as_they_are(
     folder: Path,
-    measured_share: Callable[[float], list[tuple[TrialShape, int, int]]],
+    measured_shares: Callable[[float, float], list[Call]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    calls = measured_share(0.1)
+    calls = measured_shares(0.1, 0.1)
     monkeypatch.setattr("inflight.executor.model.loader.num_available_memory_bytes", lambda: 1000)
     with caplog.at_level("INFO"):
         assert load(folder, sizes=SIZES).description.weight_dtype == "quantized"
     assert calls == []
-    assert "quantized weights are kept as in the checkpoint: dense weights would take" in caplog.text
+    assert "quantized weights are kept as in the checkpoint: int8 weights would take" in caplog.text
 
 
 def test_a_checkpoint_that_is_not_quantized_has_no_choice(
-    folder: Path, measured_share: Callable[[float], list[tuple[TrialShape, int, int]]]
+    folder: Path, measured_shares: Callable[[float, float], list[Call]]
 ) -> None:
-    calls = measured_share(0.1)
+    calls = measured_shares(0.1, 0.1)
     assert load(folder, sizes=SIZES).description.weight_dtype == "float32"
     assert calls == []
     with pytest.raises(ModelError, match="weight_dtype quantized is for quantized checkpoints"):
@@ -248,4 +299,4 @@ def test_a_checkpoint_that_is_not_quantized_has_no_choice(
 
 
 def test_a_choice_is_told_in_words() -> None:
-    assert str(FormChoice(False, "because")) == "kept as in the checkpoint: because"
+    assert str(FormChoice(QUANTIZED, "because")) == "kept as in the checkpoint: because"

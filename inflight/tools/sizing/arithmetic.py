@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from inflight.common.kv_size import (
-    MOST_SEATS,
+    MOST_SEATS_OF_CPU,
     KvBudget,
     StateSize,
     WindowSize,
@@ -250,7 +250,7 @@ def _with_states(
         StateSize(slot_bytes, checkpoint_bytes, recurrent.grid_tokens),
         context_length=shape.context_length or pool.tokens_per_block,
         num_seats_set=0 if steps is None else steps.max_num_sequences,
-        most_seats=MOST_SEATS["cpu"],
+        most_seats=MOST_SEATS_OF_CPU,
         keeps_prefixes=True,
     )
     return replace(

@@ -14,15 +14,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
+from transformers import Lfm2Config
 
+from inflight.common.kv_size import num_slots
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.pooling.pooled import PooledOutput, Pooling, PoolingKind
+from inflight.executor.recurrent.mixer import StateSizes
 from inflight.executor.scheduler.blocks import BlockPool
-from inflight.executor.scheduler.limits import Batching, SchedulerLimits
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits, StateLimits
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
 from tests.support.checkpoints.pooling_models import (
@@ -32,6 +35,7 @@ from tests.support.checkpoints.pooling_models import (
     write_modules,
     write_qwen3,
 )
+from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.torch_threads import torch_threads
 
 # The first test of a build may wait for the compiler.
@@ -49,6 +53,11 @@ LIMITS = SchedulerLimits(
 )
 GENERATOR = torch.Generator().manual_seed(1)
 TOKENS = torch.randint(0, 250, (400,), generator=GENERATOR).tolist()
+RECURRENT = Lfm2Config(
+    **sizes(num_hidden_layers=3),
+    layer_types=["conv", "full_attention", "conv"],
+    block_auto_adjust_ff_dim=False,
+)
 PROMPTS = {
     "one": TOKENS[:1],
     "block": TOKENS[:16],
@@ -285,3 +294,21 @@ def test_a_generative_model_pools_only_if_a_setting_says_how(tmp_path: Path) -> 
     model = loaded(folder, pooling_name="mean")
     (result,) = run(model, [[pooled(model, "one", PROMPTS["other"])]]).values()
     assert (result - Oracle(folder).embedding(PROMPTS["other"], "mean")).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("mode", ["last", "mean"])
+def test_embeddings_of_a_model_with_recurrent_layers(tmp_path: Path, mode: str) -> None:
+    folder = save_model(RECURRENT, tmp_path / "model", has_random_vectors=True)
+    model = loaded(folder, pooling_name=mode)
+    states, slots = model.forward.states, num_slots(LIMITS.max_num_sequences)
+    assert states is not None
+    states.reserve(StateSizes(slots, 0, 0))
+    limits = replace(LIMITS, enable_prefix_cache=False, states=StateLimits(slots, 0, max(16, states.grid_tokens)))
+    prompts = {name: [token_id % 96 for token_id in prompt] for name, prompt in PROMPTS.items()}
+
+    results = run(model, [[pooled(model, name, prompt) for name, prompt in prompts.items()]], limits)
+
+    oracle = Oracle(folder)
+    for name, prompt in prompts.items():
+        expected = oracle.embedding(prompt, "lasttoken" if mode == "last" else mode)
+        assert (results[name] - expected).abs().max() <= 1e-5

@@ -434,6 +434,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         remaining_s: float | None,
         dimensions: int,
     ) -> Callable[[], RequestStream]:
+        await asyncio.sleep(0)  # short texts are tokenized at once, and there may be many: others go on in between
         try:
             return await self._preparation.prepare_pooled(asked, pool, arrived, remaining_s, dimensions)
         except RequestError as error:

@@ -40,7 +40,7 @@ from inflight.executor.serving.process import (
     serve,
     take_output,
 )
-from inflight.executor.serving.report import policy_proto
+from inflight.executor.serving.report import policy_proto, pooling_proto
 from inflight.executor.serving.service import ExecutorService, Identity
 from inflight.executor.serving.submission import SubmissionLimits
 from inflight.executor.settings import ExecutorSettings
@@ -191,6 +191,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         num_adapter_slots=0 if loaded.adapters is None else loaded.adapters.num_slots,
         tensor_parallel_size=settings.tensor_parallel_size,
         state_grid_tokens=0 if limits.states is None else limits.states.grid_tokens,
+        pooling=pooling_proto(loaded.model.pooling),
     )
     targets = InterTokenTargets(
         settings.inter_token_target_interactive_ms,
@@ -205,5 +206,6 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         targets,
         limits.max_drafts,
         description.num_adapter_slots,
+        loaded.model.pooling,
     )
     return Identity(description, submission)

@@ -116,6 +116,7 @@ def load_shard(settings: ExecutorSettings, source: ModelSource, shard: Shard, gr
         kv_cache_dtype=settings.kv_cache_dtype,
         kv_cache_skip_layers=settings.kv_cache_dtype_skip_layers,
         forward_name=settings.forward,
+        pooling_name=settings.pooling,
         instructions=settings.cpu_isa,
         max_sequence_length=settings.max_sequence_length,
         eos_token_ids=settings.eos_token_ids,

@@ -76,6 +76,14 @@ class ExecutorSettings(ProcessSettings):
         description="forward pass; auto: the fused implementation if there is one for the model family, else "
         "that of transformers",
     )
+    pooling: Literal["auto", "off", "last", "mean", "yes_no"] = Field(
+        "auto",
+        description="what Embed makes of a whole prompt; auto: what the checkpoint is for, by the files of "
+        "sentence-transformers or as a classifier with one class, and such a model does not generate; off: nothing; "
+        "last: a normalized embedding, the hidden state of the last token; mean: the same from the mean of all; "
+        "yes_no: a score from the logits of these words; with the last three the model generates, too; on a CPU, with "
+        "one rank",
+    )
     attention_backend: Literal["auto", "reference", "cpu", "triton", "flashinfer"] = Field(
         "auto",
         description="attention implementation; auto: the fastest one that supports device and model; flashinfer: "

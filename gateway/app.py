@@ -87,6 +87,11 @@ class GatewayApp:
             yield Route(f"{stored}/input_items", _ApiCall(self, service.input_items), methods=["GET"])
         yield Route("/v1/messages", _ApiCall(self, service.messages), methods=["POST"])
         yield Route("/v1/messages/count_tokens", _ApiCall(self, service.count_tokens), methods=["POST"])
+        yield Route("/v1/embeddings", _ApiCall(self, service.embeddings), methods=["POST"])
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank"):  # of Jina, of Cohere's newest client, of vLLM
+            yield Route(path, _ApiCall(self, service.rerank), methods=["POST"])
+        for path in ("/v1/score", "/score"):
+            yield Route(path, _ApiCall(self, service.score), methods=["POST"])
         yield Route("/v1/models", _ApiCall(self, service.models), methods=["GET"])
         yield Route("/v1/models/{name:path}", _ApiCall(self, service.model), methods=["GET"])
         yield Route("/tokenize", _ApiCall(self, service.tokenize), methods=["POST"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -436,9 +436,11 @@ def parse_completion(raw: bytes) -> CompletionBody:
     return validated(CompletionBody, read_fields(raw, UNSUPPORTED_IN_COMPLETIONS))
 
 
-def read_fields(raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """Parses a body and removes parameters that are not implemented, if their value has no effect. Raises
-    `ApiError`."""
+def read_fields(
+    raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]], id_lists: Collection[str] = ID_LISTS
+) -> dict[str, Any]:
+    """Parses a body and removes parameters that are not implemented, if their value has no effect. Raises `ApiError`.
+    Values of `id_lists` have limits of their own."""
     if not raw.strip():
         raise ApiError(400, "the body is empty; it must be a JSON object", code="invalid_json")
     # The time to parse depends on the number of values.
@@ -452,7 +454,7 @@ def read_fields(raw: bytes, unsupported_params: Mapping[str, tuple[Any, ...]]) -
         raise ApiError(400, _not_json(raw, error), code="invalid_json") from None
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    _check_num_values({name: value for name, value in body.items() if name not in ID_LISTS})
+    _check_num_values({name: value for name, value in body.items() if name not in id_lists})
     for name, neutral in unsupported_params.items():
         value = body.pop(name, None)
         if value is not None and value not in neutral:
@@ -533,7 +535,7 @@ _EXPECTED = {
 }
 _ELEMENTS = {"any": "", "int": " of integers", "str": " of strings"}
 # The beginning of the text of a validator of a whole object: the parameter within it.
-_PARAM = re.compile(r"(?P<param>[a-z_]+(?:\[\d+\]|\.[a-z_]+)*): (?P<text>.*)", re.DOTALL)
+_PARAM = re.compile(r"(?P<param>[a-z_]+\d?(?:\[\d+\]|\.[a-z_]+)*): (?P<text>.*)", re.DOTALL)
 
 
 def _explained(error: ValidationError, body: dict[str, Any]) -> ApiError:

@@ -190,7 +190,7 @@ def _request(body: Common, defaults: Defaults, max_tokens: int | None) -> infere
     _set_sampling(request.sampling, body)
     _set_stopping(request.stopping, body, max_tokens)
     _set_constraint(request, body)
-    priority = _priority(body.priority) or defaults.priority
+    priority = priority_class(body.priority) or defaults.priority
     if priority is not None:
         request.priority = PRIORITIES[priority]
     if body.inter_token_target_ms is not None:
@@ -312,7 +312,7 @@ def _score(request: inference_pb2.GenerateRequest, num_top: int | None) -> None:
         request.output.top_prompt_logprobs = max(request.output.top_prompt_logprobs, num_top)
 
 
-def _priority(asked: Literal["interactive", "standard", "batch"] | int | None) -> Priority | None:
+def priority_class(asked: Literal["interactive", "standard", "batch"] | int | None) -> Priority | None:
     """Returns a class for a class or for vLLM's number, of which a lower one is served earlier and 0 is the default."""
     if not isinstance(asked, int):
         return asked

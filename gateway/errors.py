@@ -94,6 +94,8 @@ _OF_REASON = {
     Reason.QUEUE_FULL: _Form(429, "rate_limit_error", "queue_full"),
     Reason.RATE_LIMITED: _Form(429, "rate_limit_error", "rate_limit_exceeded"),
     Reason.DEADLINE_UNMEETABLE: _Form(429, "rate_limit_error", "deadline_unmeetable"),
+    Reason.DEADLINE_PASSED: _Form(504, "server_error", "timeout", may_retry=False),
+    Reason.CANCELLED: _Form(409, INVALID_REQUEST, "cancelled", may_retry=False),
     Reason.UNKNOWN_TENANT: _Form(403, "permission_error", "unknown_tenant"),
     Reason.NOT_ALLOWED: _Form(403, "permission_error", "not_allowed"),
     Reason.UNAUTHENTICATED: _Form(401, "authentication_error", "invalid_api_key"),

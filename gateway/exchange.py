@@ -35,6 +35,7 @@ UNLOGGED_ROUTES = frozenset({"/", "/version", "/health", "/ready", "/metrics"})
 LOGGED_ROUTES = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
+        *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
         *("/tokenize", "/detokenize"),
         *OF_MESSAGES,
     }

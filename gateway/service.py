@@ -20,8 +20,9 @@ from inflight.errors import InflightError
 from inflight.gateway.answers import Chunks, Form, OwnForm, encoded, model_objects, whole_answer
 from inflight.gateway.bodies import parse_chat, parse_completion
 from inflight.gateway.choices import Source
-from inflight.gateway.conversion import ApiRequest, convert_chat, convert_completion, defaults_of
+from inflight.gateway.conversion import ApiRequest, Defaults, convert_chat, convert_completion, defaults_of
 from inflight.gateway.disconnects import ClientGone, while_connected
+from inflight.gateway.embeddings.calls import EmbedCall, parse_embeddings, parse_rerank, parse_score
 from inflight.gateway.errors import ApiError, from_router, refused
 from inflight.gateway.event_ids import HEADER as LAST_EVENT_ID
 from inflight.gateway.event_ids import AnswerId, Place, read_event_id
@@ -316,6 +317,29 @@ class GatewayService:
         except InflightError as error:
             raise from_router(error, "tokens") from None
         return _json(encoded({"prompt": text}))
+
+    async def embeddings(self, request: Request) -> Response:
+        """`POST /v1/embeddings`."""
+        return await self._embed(request, parse_embeddings)
+
+    async def rerank(self, request: Request) -> Response:
+        """`POST /v1/rerank`, as Cohere and Jina have it."""
+        return await self._embed(request, parse_rerank)
+
+    async def score(self, request: Request) -> Response:
+        """`POST /v1/score`, as vLLM has it."""
+        return await self._embed(request, parse_score)
+
+    async def _embed(self, request: Request, parse: Callable[[bytes, Defaults], EmbedCall]) -> Response:
+        metadata = _metadata(request)
+        call = parse(await self._body(request), self._defaults)
+        self._report_unused(request, call.unused)
+        try:
+            response = await while_connected(request.receive, self._client.send_embed(call.request, metadata=metadata))
+        except InflightError as error:
+            raise call.error_of(error) from None
+        # There may be millions of numbers: streams go on meanwhile.
+        return _json(await asyncio.to_thread(lambda: encoded(call.answer(response))))
 
     async def root(self, request: Request) -> Response:
         """`HEAD /`, which coding agents use to see whether the server is there."""

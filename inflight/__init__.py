@@ -19,12 +19,14 @@ if TYPE_CHECKING:
         EstimateQuality,
         ExecutorCapacity,
         Model,
+        Pooling,
         QueueDepth,
         RequestStanding,
         RequestState,
         UnusedExecutor,
         VariantCapacity,
     )
+    from inflight.embeddings.calls import Embedding, EmbedOptions, Score
     from inflight.errors import FieldError, InflightError
     from inflight.events import (
         Accepted,
@@ -77,6 +79,8 @@ __all__ = [
     "ContentPart",
     "Delta",
     "Done",
+    "EmbedOptions",
+    "Embedding",
     "EstimateQuality",
     "Event",
     "ExecutorCapacity",
@@ -91,6 +95,7 @@ __all__ = [
     "Model",
     "ModelLatency",
     "Notice",
+    "Pooling",
     "PositionLogprobs",
     "Prompt",
     "QueueDepth",
@@ -99,6 +104,7 @@ __all__ = [
     "RequestStanding",
     "RequestState",
     "Resumed",
+    "Score",
     "SequenceOnExecutor",
     "Started",
     "Statistics",
@@ -118,6 +124,7 @@ _MODULES = (
     "errors",
     "access",
     "requests",
+    "embeddings.calls",
     "events",
     "beams.search",
     "catalogue",

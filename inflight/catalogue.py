@@ -32,8 +32,19 @@ class Adapter:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooling:
+    """What a model makes of a prompt: an embedding of `size` numbers, of `kind` "last" or "mean", or a "score". A
+    model that `is_only` this does not generate."""
+
+    kind: str
+    size: int
+    is_normalized: bool
+    is_only: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
-    """A model that the routers serve."""
+    """A model that the routers serve. `pooling` None: it makes no embeddings and no scores."""
 
     name: str
     context_length: int
@@ -42,6 +53,7 @@ class Model:
     has_chat_template: bool
     num_executors: int
     adapters: tuple[Adapter, ...] = ()
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +217,15 @@ def decode_models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ..
             adapters=tuple(
                 Adapter(one.name, one.hash, one.rank, one.num_executors, one.num_resident) for one in model.adapters
             ),
+            pooling=_decode_pooling(model.pooling) if model.HasField("pooling") else None,
         )
         for model in response.models
     )
+
+
+def _decode_pooling(pooling: types_pb2.Pooling) -> Pooling:
+    kind = types_pb2.PoolingKind.Name(pooling.kind).removeprefix("POOLING_KIND_").lower()
+    return Pooling(kind, pooling.size, pooling.is_normalized, pooling.is_only)
 
 
 def decode_capacity(response: inference_pb2.GetCapacityResponse) -> Capacity:

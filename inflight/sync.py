@@ -34,6 +34,16 @@ from inflight.catalogue import (
     decode_standing,
     decode_state,
 )
+from inflight.embeddings.calls import (
+    Embedding,
+    EmbedOptions,
+    Input,
+    Score,
+    decode_embeddings,
+    decode_scores,
+    embed_request,
+    score_request,
+)
 from inflight.events import Completion, Logprob
 from inflight.recovery import Recovery, RecoveryPolicy, new_idempotency_key
 from inflight.statistics import Statistics, decode_stats, stats_request
@@ -294,6 +304,49 @@ class Client:
         answer = self._unary("Detokenize", request, timeout, metadata)
         return str(answer.text)
 
+    def embed(
+        self,
+        inputs: Input | Sequence[Input],
+        *,
+        dimensions: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> tuple[Embedding, ...]:
+        """Returns the embedding of each input, a text or a list of token ids, with a model that makes embeddings.
+
+        `dimensions` keeps the first numbers of each, for models that were trained for that. `timeout` limits the call,
+        in seconds.
+
+        Raises:
+            InflightError: an input was refused or failed; then there is no result for any.
+        """
+        return decode_embeddings(self.send_embed(embed_request(inputs, dimensions, options), timeout=timeout))
+
+    def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        timeout: float | None = None,
+        **options: Unpack[EmbedOptions],
+    ) -> tuple[Score, ...]:
+        """Returns how relevant each document is for a query, with a model that makes scores. `instruction` says what
+        relevance means, in the words of the model. `timeout` and errors as for `embed`."""
+        request = score_request(query, documents, instruction, options)
+        return decode_scores(self.send_embed(request, timeout=timeout))
+
+    def send_embed(
+        self,
+        request: inference_pb2.EmbedRequest,
+        *,
+        timeout: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> inference_pb2.EmbedResponse:
+        """Sends a request message for embeddings or scores. `metadata` as for `send`."""
+        answer: inference_pb2.EmbedResponse = self._unary("Embed", request, timeout, metadata)
+        return answer
+
     def list_models(
         self, *, timeout: float = UNARY_TIMEOUT_S, metadata: Mapping[str, str] | None = None
     ) -> tuple[Model, ...]:
@@ -342,7 +395,9 @@ class Client:
         finally:
             call.cancel()
 
-    def _unary(self, method: str, request: Any, timeout: float, metadata: Mapping[str, str] | None = None) -> Any:
+    def _unary(
+        self, method: str, request: Any, timeout: float | None, metadata: Mapping[str, str] | None = None
+    ) -> Any:
         call = getattr(self._connection.stub(), method)
         try:
             return call(request, timeout=timeout, metadata=self._connection.metadata(metadata))

@@ -23,6 +23,12 @@ log = logging.getLogger(__name__)
 MAX_HEADER_BYTES = 100_000_000
 
 
+# sentence-transformers' list of what is computed behind the network.
+MODULES_FILE = "modules.json"
+# The layer that a checkpoint for sequence classification has in place of an output layer.
+CLASSIFIER_WEIGHTS = ("score.weight", "score.bias")
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
     """Tokens that end an output, and content of `generation_config.json`: `sampling` has the numbers that it sets."""
@@ -64,6 +70,17 @@ def weight_files(folder: Path) -> list[str]:
     return sorted(set(index.get("weight_map", {}).values())) or sorted(
         path.name for path in folder.glob("*.safetensors")
     )
+
+
+def is_classifier(folder: Path) -> bool:
+    """Returns whether a model folder is a checkpoint for sequence classification."""
+    names = read_json(folder / "config.json").get("architectures") or [""]
+    return str(names[0]).endswith("ForSequenceClassification")
+
+
+def may_lack_head(folder: Path) -> bool:
+    """Returns whether the model may have no output layer, because it does not generate."""
+    return is_classifier(folder) or (folder / MODULES_FILE).is_file()
 
 
 def read_generation_defaults(folder: Path, eos_token_ids: tuple[int, ...]) -> GenerationDefaults:

@@ -309,6 +309,7 @@ class NativeDecoder:
         layers = [None if place is None else kv[place] for place in self._kv_places]
         states = None if self.states is None else self.states.of_step(batch)
         windows = batch.for_windows
+        logit_rows = batch.logit_rows if batch.hidden is None else torch.cat([batch.logit_rows, batch.hidden_rows])
         slots = batch.slot_mapping.data_ptr(), windows.slot_mapping.data_ptr()
         tables = batch.block_tables.data_ptr(), windows.block_tables.data_ptr()
         step = _Step(
@@ -319,7 +320,8 @@ class NativeDecoder:
             context_lengths=batch.context_lengths.data_ptr(),
             block_tables=(c_void_p * count)(*self._of_layers(tables)),
             table_rows=batch.table_rows.data_ptr(),
-            logit_rows=batch.logit_rows.data_ptr(),
+            logit_rows=logit_rows.data_ptr(),
+            hidden=None if batch.hidden is None else batch.hidden.data_ptr(),
             keys=(c_void_p * count)(*(None if layer is None else layer.keys.data_ptr() for layer in layers)),
             values=(c_void_p * count)(*(None if layer is None else layer.values.data_ptr() for layer in layers)),
             is_int8=(c_int64 * count)(*(layer is not None and layer.is_int8 for layer in layers)),
@@ -334,6 +336,7 @@ class NativeDecoder:
             num_logits=batch.logit_rows.shape[0],
             table_stride=batch.block_tables.stride(0),
             block_size=batch.block_size,
+            num_hidden=0 if batch.hidden is None else batch.hidden_rows.shape[0],
             **results,
         )
         result = self._calls.inflight_decoder_step(self._decoder, self._pool.address, ctypes.byref(step))
@@ -575,11 +578,12 @@ class _Step(ctypes.Structure):
         *((name, c_void_p) for name in ("table_rows", "logit_rows")),
         *((name, ctypes.POINTER(c_void_p)) for name in ("keys", "values")),
         ("is_int8", ctypes.POINTER(c_int64)),
-        *((name, c_void_p) for name in ("logits", "greedy_ids", "greedy_logits", "processed")),
+        *((name, c_void_p) for name in ("logits", "greedy_ids", "greedy_logits", "hidden", "processed")),
         *((name, c_void_p) for name in ("banned_ids", "banned_starts")),
         *((name, c_void_p) for name in ("adapter_slots", "part_seconds", "processor_seconds")),
         *((name, c_void_p) for name in ("all_gather", "shared_parts", "states")),
         *((name, c_int64) for name in ("num_tokens", "num_sequences", "num_logits", "table_stride", "block_size")),
+        ("num_hidden", c_int64),
     )
 
 

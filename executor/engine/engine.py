@@ -38,7 +38,7 @@ from inflight.executor.engine.deadlines import DeadlineHeap
 from inflight.executor.engine.gc import GarbageCollection
 from inflight.executor.engine.output import EngineOutput, EngineStatus, HeldSequences, step_record
 from inflight.executor.engine.prefill_budget import PrefillBudget
-from inflight.executor.engine.runner import DeviceLostError, FailedStep, PendingStep, StepRunner
+from inflight.executor.engine.runner import DeviceLostError, FailedStep, PendingStep, PoolingStep, StepRunner
 from inflight.executor.engine.standby import StandbyDepth
 from inflight.executor.engine.step_time import StepLoad
 from inflight.executor.engine.timing import LoopParts, Throughput
@@ -312,7 +312,8 @@ class Engine:
             self._prefill_budget.step_time.observe(load, times.busy_s - step.copied_s)
         if self._scheduler.drafts:
             self._prefill_budget.observe_wait(plan, times.exposed_s)
-        outcome = self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs()))
+        pooled = step.pooled() if plan.pooled and isinstance(step, PoolingStep) else ()
+        outcome = self._scheduler.update(StepResult(plan, sampled_ids, step.logprobs(), pooled))
         self._log_errors(outcome.finished)
         return outcome, times
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
@@ -62,6 +63,15 @@ class PendingStep(Protocol):
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         """Returns the log probabilities by index among the rows that sample, for rows that report them, and behind them
         those of the positions that score a prompt (`StepResult`). Call it after `result`."""
+        ...
+
+
+@runtime_checkable
+class PoolingStep(PendingStep, Protocol):
+    """A launched step of a runner whose model pools."""
+
+    def pooled(self) -> tuple[array[float], ...]:
+        """Returns the sums of hidden states of the plan's `pooled` rows. Call it after `result`."""
         ...
 
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
 from inflight.common.model_source import ModelError
-from inflight.executor.checkpoint.files import weight_files
+from inflight.executor.checkpoint.files import CLASSIFIER_WEIGHTS, may_lack_head, weight_files
 from inflight.executor.checkpoint.support import network_class
 from inflight.executor.formats.folder import IGNORED_SUFFIXES
 
@@ -32,6 +32,8 @@ def load_dense(folder: Path, config: PretrainedConfig, dtype: torch.dtype, devic
     """Loads a folder. Raises `ModelError` for tensors that do not fit the configuration."""
     kind, config = network_class(config)
     with _tensors_of(folder) as tensors, _named_conversions():
+        if may_lack_head(folder):
+            _leave_out_head(config, tensors)
         # By the path of a folder, transformers would also load an adapter that lies there, if PEFT is installed.
         loaded: Any = kind.from_pretrained(
             None,
@@ -63,6 +65,15 @@ def _tensors_of(folder: Path) -> Iterator[dict[str, Any]]:
                 raise ModelError(f"{key} is of {tensor.get_dtype()}, and config.json names no quantization")
         _check_experts({key: tuple(tensor.get_shape()) for key, tensor in tensors.items()})
         yield tensors
+
+
+def _leave_out_head(config: PretrainedConfig, tensors: dict[str, Any]) -> None:
+    """Leaves out the layer of a classifier, which is read elsewhere. In place of an output layer that is missing, the
+    network gets the embedding: nothing is computed with it."""
+    for name in CLASSIFIER_WEIGHTS:
+        tensors.pop(name, None)
+    if not any(name.endswith("lm_head.weight") for name in tensors):
+        config.tie_word_embeddings = True
 
 
 def _check_experts(shapes: Mapping[str, tuple[int, ...]]) -> None:

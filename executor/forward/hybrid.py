@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.attention.transformers_hook import PagedStep
 from inflight.executor.forward.forward import Forward, Kv, StateMemory
+from inflight.executor.forward.transformers import hidden_size_of, writing_hidden
 from inflight.executor.recurrent.mixer import LayerMemory, Mixer, StateSizes, StateStep
 from inflight.executor.step.batch import StepBatch
 
@@ -58,10 +59,14 @@ class HybridForward(Forward):
             reserve=self._reserve,
         )
 
+    @property
+    def hidden_size(self) -> int:
+        return hidden_size_of(self._network)
+
     def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
         layout = self.layout
         paged = PagedStep(layout.backend, layout.layers, kv, batch)
-        with torch.inference_mode():
+        with torch.inference_mode(), writing_hidden(self._network, batch):
             step = HybridStep(paged, self._kv_places, self._memories, StateStep(batch))
             logits: Tensor = self._network(
                 input_ids=batch.token_ids[None],

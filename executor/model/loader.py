@@ -71,6 +71,7 @@ from inflight.executor.model.description import (
 from inflight.executor.model.end_tokens import find_end_tokens
 from inflight.executor.model.layer_check import OF_CODES, OF_FP8, compare_layers
 from inflight.executor.model.model import PagedModel
+from inflight.executor.model.pooling import read_pooling
 from inflight.executor.model.self_check import (
     BLOCK_SIZE,
     NUM_BLOCKS,
@@ -81,6 +82,7 @@ from inflight.executor.model.self_check import (
     expect,
 )
 from inflight.executor.parallel.leader import WorkerGroup
+from inflight.executor.pooling.pooled import Pooling, PoolingKind
 from inflight.executor.recurrent.mixer import Mixer, StateSizes
 from inflight.executor.recurrent.network import replace_recurrent_layers
 from inflight.executor.step.batch import StepBatch
@@ -105,6 +107,7 @@ def load_model(
     kv_cache_dtype: str = "auto",
     kv_cache_skip_layers: Sequence[int] = (),
     forward_name: str = "auto",
+    pooling_name: str = "auto",
     instructions: str = "auto",
     weight_stream: WeightStream | None = None,
     max_sequence_length: int = 0,
@@ -119,14 +122,13 @@ def load_model(
     that is measured to be clearly faster), `quantized`, `dense`, which expands a quantized checkpoint to the dtype,
     `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds linear layers to 4 bits.
     `kv_cache_dtype` is `auto`, `int8` or `fp8`; layers of `kv_cache_skip_layers` keep the dtype of the activations.
-    `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`. `instructions` names
-    the build of the C++ code, and `weight_stream` how it reads the weights; without it the fastest way is measured.
-    `max_sequence_length`, or with 0 the context length, decides between the factors of longrope. `eos_token_ids`
-    replace those of the model's files. Of several ranks, this is the one of `shard`; the leader has the `group` of the
-    others, which must join before the model is checked.
+    `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`. `pooling_name` is for
+    `read_pooling`. `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights;
+    without it the fastest way is measured. `max_sequence_length`, or with 0 the context length, decides between the
+    factors of longrope. `eos_token_ids` replace those of the model's files. Of several ranks, this is the one of
+    `shard`; the leader has the `group` of the others, which must join before the model is checked.
     """
-    device = choose_device(device_name)
-    dtype = choose_dtype(dtype_name, device)
+    dtype = choose_dtype(dtype_name, device := choose_device(device_name))
     # The whole model need not fit in the memory of one rank's GPU.
     network, folder = load_network(source, dtype, device if shard.num_ranks == 1 else torch.device("cpu"))
     length, sizes = _sequence_length(network, max_sequence_length), sizes if weight_dtype == "auto" else None
@@ -142,19 +144,31 @@ def load_model(
     choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
     _check_choice(choice, layer_kv_dtypes, device)
     sampler = _native_sampler(choice.backend, device, instructions)
+    pooling = read_pooling(network, source, pooling_name)
     end_ids = find_end_tokens(source, folder, vocabulary_size, eos_token_ids) if shard.rank == 0 else ()
     layout = KvLayout(choice.backend, device, dtype, _layers_of(layers, shard), layer_kv_dtypes)
     with model_errors(f"model {source.name!r} cannot be prepared"):
         defaults = read_defaults(folder, vocabulary_size, end_ids)
         weights = _Weights(network, layers, layout, weight_dtype, length, shard, sizes, mixers)
         chosen = _choose_forward(weights, forward_name, backend_name, weight_stream)
-        same = chosen.same_on_all_ranks
-        description = describe(source, network, layout, defaults, chosen.weight_dtype, choice.reason, same)
+        description = describe(source, network, layout, defaults, chosen.weight_dtype, choice.reason, chosen.same)
         forward = chosen.forward if group is None else _lead(chosen.forward, group, description)
     _check(forward, expectation, description, network.config)
     del network, weights, chosen
     return_free_memory()
-    return PagedModel(description, forward, sampler)
+    return PagedModel(description, forward, sampler, _checked_pooling(pooling, forward, shard))
+
+
+def _checked_pooling(pooling: Pooling | None, forward: Forward, shard: Shard) -> Pooling | None:
+    if pooling is None:
+        return None
+    if shard.num_ranks > 1 or forward.hidden_size is None:
+        where = "tensor_parallel_size above 1" if shard.num_ranks > 1 else f"device {forward.layout.device}"
+        raise ModelError(
+            f"it makes {'scores' if pooling.kind is PoolingKind.SCORE else 'embeddings'}, which are not built for "
+            f"{where}; use device cpu with one rank, or --pooling off to generate only"
+        )
+    return pooling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,11 +189,11 @@ class _Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """A forward pass, the type of its weights, and the properties, by name, in which its ranks must agree."""
+    """A forward pass, the type of its weights, and the properties, by name, that are to be the same on all ranks."""
 
     forward: Forward
     weight_dtype: str
-    same_on_all_ranks: Mapping[str, str]
+    same: Mapping[str, str]
 
 
 def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, stream: WeightStream | None) -> _Chosen:

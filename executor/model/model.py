@@ -14,6 +14,7 @@ from inflight.executor.attention.host_tier import HostTier
 from inflight.executor.cpu.sampler import NativeSampler
 from inflight.executor.forward.forward import Forward, Kv
 from inflight.executor.model.description import ModelDescription
+from inflight.executor.pooling.pooled import Pooling
 from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.logprobs import StepLogprobs, step_logprobs
 from inflight.executor.step.sampling import choose_greedily, name_excluded, sample
@@ -23,9 +24,17 @@ from inflight.executor.step.sampling_columns import SamplingBatch
 class PagedModel:
     """A loaded model. `allocate_kv` must precede the first step."""
 
-    def __init__(self, description: ModelDescription, forward: Forward, sampler: NativeSampler | None = None) -> None:
+    def __init__(
+        self,
+        description: ModelDescription,
+        forward: Forward,
+        sampler: NativeSampler | None = None,
+        pooling: Pooling | None = None,
+    ) -> None:
         self.description = description
         self.forward = forward
+        # How it makes embeddings or scores; None if it makes none.
+        self.pooling = pooling
         self._sampler = sampler
         self._kv: Kv = ()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from array import array
 from collections.abc import Mapping
 from functools import partial
 
@@ -40,6 +41,9 @@ class LaunchedStep:
         self.sampling = sampling
         self.swaps_out = plan.swaps_out
         self.swaps_in = plan.swaps_in
+        # Of each of the plan's `pooled`, the number of its rows among the hidden states.
+        self._num_hidden = [one.end - one.start for one in plan.pooled]
+        self._pooled: tuple[array[float], ...] = ()
         self.began_s = 0.0
         self.ended_s = 0.0
         self.copied_s = 0.0
@@ -51,6 +55,11 @@ class LaunchedStep:
         """Delivers the sampled ids and what rows report, whose copies to the host began before the timer stopped."""
         self._reported = reported
         self._outcome.put((sampled_ids, timer))
+
+    def pool(self, hidden: Tensor) -> None:
+        """Takes the hidden states `[P, hidden_size]`, before `settle`."""
+        parts = hidden.to("cpu", torch.float64).split(self._num_hidden)
+        self._pooled = tuple(array("d", part.sum(0).numpy().tobytes()) for part in parts)
 
     def fail(self, error: BaseException) -> None:
         """Delivers the failure."""
@@ -69,6 +78,9 @@ class LaunchedStep:
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         return NO_LOGPROBS if self._reported is None else self._reported.read()
+
+    def pooled(self) -> tuple[array[float], ...]:
+        return self._pooled
 
 
 class ModelRunner:
@@ -118,6 +130,9 @@ class ModelRunner:
         # After a failed step there is nothing to carry: the rows that needed it belong to sequences that have ended.
         if sampled_before is not None:
             batch.resolve(sampled_before)
+        if batch.hidden_rows.numel():
+            assert self._model.pooling is not None
+            batch = batch.with_hidden(self._model.pooling.hidden_size)
         if self._host_tier is not None and (step.swaps_out or step.swaps_in):
             self._host_tier.swap(step.swaps_out, step.swaps_in)
             timer.copied()
@@ -127,6 +142,8 @@ class ModelRunner:
             sampled_ids, reported = self._model.step(batch, step.sampling, fill)
         else:
             sampled_ids, reported = self._model.step(batch, step.sampling)
+        if batch.hidden is not None:
+            step.pool(batch.hidden)
         if step.sampling.processed:
             step.sampling.append(sampled_ids.tolist())
         return sampled_ids, reported

@@ -484,12 +484,16 @@ class DecoderOf final : public Decoder {
         // Without a weight, the residual itself is copied.
         template <class Type>
         void norm_residual(const Rows<Type>& to, int64_t row, const float* weight, int64_t to_row) {
+            to.put(to_row, 0, normed_residual(row, weight), activations_.width);
+        }
+
+        const float* normed_residual(int64_t row, const float* weight) {
             const float* residual = activations_.residual + row * activations_.width;
-            if (weight == nullptr) return to.put(to_row, 0, residual, activations_.width);
+            if (weight == nullptr) return residual;
             float* normed = scratch_.product.tile;
             norm_row(residual, weight, shape_.hidden_size, shape_.norm_epsilon,
                      [&](int64_t i, Floats x) { store(normed + i, x); });
-            to.put(to_row, 0, normed, activations_.width);
+            return normed;
         }
 
         void project_qkv(const Layer<Factor>& layer, const LayerKv& kv, int64_t index) {
@@ -860,9 +864,15 @@ class DecoderOf final : public Decoder {
             // Not with the norms below, because a row may yield more than one row of logits.
             if (delta_norm_ != nullptr || has_expert_rows_)
                 each_row(NORM, num_rows_, [&](int64_t row) { settle(row); });
-            each_row(NORM, step_.num_logits, [&](int64_t row) {
+            each_row(NORM, step_.num_logits + step_.num_hidden, [&](int64_t row) {
                 const int64_t from = decoder_.last_rows_.is_narrow() ? decoder_.last_rows_.place(row)
                                                                      : step_.logit_rows[row];
+                if (row >= step_.num_logits) {
+                    std::memcpy(step_.hidden + (row - step_.num_logits) * shape_.hidden_size,
+                                normed_residual(from, decoder_.weights_.final_norm),
+                                shape_.hidden_size * sizeof(float));
+                    return;
+                }
                 norm_residual(activations_.last, from, decoder_.weights_.final_norm, row);
                 view_row(decoder_.weights_.head, activations_.last, row);
                 if (choice != nullptr) choice->mark(team_.thread, row);

@@ -114,12 +114,13 @@ struct DecoderStep {
     const int32_t *query_starts, *context_lengths;
     const int32_t* const* block_tables;            // [num_layers], all with the same stride
     const int32_t* table_rows;
-    const int64_t* logit_rows;                     // [num_logits]
+    const int64_t* logit_rows;                     // [num_logits + num_hidden]
     void *const *keys, *const *values;             // [num_layers]
     const int64_t* is_int8;                        // [num_layers], whether the KV is
     float* logits;                                 // [num_logits, columns of this rank], or null
     int64_t* greedy_ids;                           // [num_logits], or null; one of the two is not
     float* greedy_logits;                          // [num_logits], those of `greedy_ids`; or null
+    float* hidden;                                 // [num_hidden, hidden_size], normed; or null if there are none
     const LogitsRow* const* processed;             // [num_logits], for a greedy step; or null, each and all
     const int32_t *banned_ids, *banned_starts;     // of row i: [banned_starts[i], banned_starts[i + 1]); or null
     const int32_t* adapter_slots;                  // [num_sequences], -1: no adapter; or null, none has one
@@ -129,7 +130,7 @@ struct DecoderStep {
     AllGather all_gather;                          // with several ranks this or `shared_parts`, else null
     SharedParts* shared_parts;                     // of ranks on one machine
     const StepStates* states;                      // of recurrent layers; null without them
-    int64_t num_tokens, num_sequences, num_logits, table_stride, block_size;
+    int64_t num_tokens, num_sequences, num_logits, table_stride, block_size, num_hidden;
 };
 
 }  // extern "C"

@@ -125,7 +125,11 @@ class Gate:
             self.num_reserved_blocks -= sequence.num_reserved_blocks
 
     def _is_valid(self, sequence: Sequence) -> bool:
-        """Returns whether there are tokens to compute and the reservation holds the known tokens and the next one."""
-        if not 1 <= sequence.num_prompt_tokens <= sequence.num_tokens < self.max_total_tokens(sequence):
+        """Returns whether there are tokens to compute and the reservation holds the known tokens and the next one, if
+        there is one."""
+        num_needed = sequence.num_tokens + (sequence.pooled is None)
+        if not 1 <= sequence.num_prompt_tokens <= sequence.num_tokens:
             return False
-        return sequence.num_reserved_blocks >= sequence.num_tokens // self._block_size + 1
+        if num_needed > self.max_total_tokens(sequence):
+            return False
+        return sequence.num_reserved_blocks >= -(-num_needed // self._block_size)

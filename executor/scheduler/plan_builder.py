@@ -12,11 +12,13 @@ from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, replace
 
 from inflight.common.protocol import MAX_PROMPT_LOGPROB_ROWS
+from inflight.executor.pooling.pooled import PooledOutput
 from inflight.executor.scheduler.blocks import BlockPool, WindowPool
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import (
     NO_DRAFTS,
     HostPrefix,
+    PooledRows,
     Restored,
     ScoredRows,
     Sequence,
@@ -78,6 +80,9 @@ class StepBuilder:
         # Sequences whose prompt is computed with this step, and those whose last token it yields, whatever the tokens
         # are.
         self.prompts_done: list[Sequence] = []
+        # Sequences that yield no token and whose prompt is computed with this step.
+        self.prompts_ended: list[Sequence] = []
+        self._pooled: list[PooledRows] = []
         self.ending: list[Sequence] = []
         # Sequences that cannot be in this step or any other, with the reason.
         self.broken: dict[Sequence, str] = {}
@@ -215,6 +220,7 @@ class StepBuilder:
             self._drafts,
             tuple(self.state_loads),
             tuple(self.state_saves),
+            tuple(self._pooled),
         )
 
     def is_copy_cheaper(self, num_blocks: int, position: int) -> bool:
@@ -290,7 +296,8 @@ class StepBuilder:
         end = start + num_tokens
         if not self._grow(sequence, end):
             return
-        samples = end == sequence.num_tokens
+        is_last = end == sequence.num_tokens
+        samples = is_last and sequence.pooled is None
         self._sequences.append(sequence)
         self._starts.append(start)
         self._lengths.append(num_tokens)
@@ -298,6 +305,10 @@ class StepBuilder:
         self._carries.append(False)
         if sequence.num_unscored and end > sequence.num_scored:
             self._add_scored(sequence, min(end, sequence.num_prompt_tokens - 1))
+        if sequence.pooled is not None:
+            self._add_pooled(sequence, sequence.pooled, start, end)
+            if is_last:
+                self.prompts_ended.append(sequence)
         sequence.num_computed = end
         sequence.num_in_flight += 1
         if samples:
@@ -318,6 +329,13 @@ class StepBuilder:
         start, sequence.num_scored = sequence.num_scored, end
         self._num_scores_left -= end - start
         self._scored.append(ScoredRows(len(self._sequences) - 1, sequence, start, end))
+
+    def _add_pooled(self, sequence: Sequence, pooled: PooledOutput, start: int, end: int) -> None:
+        """Takes what the sequence's result needs of the newest row, which computes `[start, end)`."""
+        first, last = pooled.rows_of_chunk(start, end, sequence.num_tokens)
+        if first < last:
+            pooled.num_planned = last
+            self._pooled.append(PooledRows(len(self._sequences) - 1, sequence, first, last))
 
     def _grow(self, sequence: Sequence, end: int) -> bool:
         """Extends the block table to position `end`. Without enough blocks the sequence is broken and gets no row,

@@ -117,6 +117,9 @@ class SequenceQueues:
             del self.prefills[sequence]
             self.decodes[sequence] = None
             self._begin_decode(sequence)
+        for sequence in builder.prompts_ended:
+            del self.prefills[sequence]
+            self.ending[sequence] = None
         for sequence in builder.ending:
             del self.decodes[sequence]
             self.ending[sequence] = None

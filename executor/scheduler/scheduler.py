@@ -47,6 +47,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
+from inflight.executor.pooling.pooled import PooledOutput
 from inflight.executor.scheduler.admission import Gate, Refusal
 from inflight.executor.scheduler.blocks import BlockError, BlockPool, HostBlocks, WindowPool
 from inflight.executor.scheduler.drafting import Drafting
@@ -177,6 +178,7 @@ class Boarding:
 
 
 # The errors of a sequence whose row has no logit above -inf: from the model, or after the request's bans.
+INVALID_STATES = "the model returned hidden states that are not finite (NaN or infinite)"
 INVALID_LOGITS = "the model returned no usable logits (NaN or -inf only)"
 NOTHING_ALLOWED = "no token is allowed: constraint, allowed ids, bad words, n-grams and min_tokens exclude all of them"
 
@@ -315,6 +317,7 @@ class Scheduler:
         plan = self._take_oldest_plan(result.plan)
         leaving = self._queues.leaving
         result.keep_prompt_logprobs(leaving)
+        result.keep_pooled(leaving)
         scored = tuple(rows for rows in plan.scored if rows.sequence not in leaving)
         self._publish_restored(plan)
         self.prefix_cache.keep_states(plan, leaving)
@@ -337,6 +340,8 @@ class Scheduler:
             if not samples:
                 if error := self._publish(sequence, start, end):
                     finished.append(self._finish(sequence, FinishReason.ERROR, error=error))
+                elif sequence.pooled is not None and end == sequence.num_prompt_tokens:
+                    finished.append(self._end_pooled(sequence, sequence.pooled))
                 self.prefix_cache.pass_window(sequence, end)
                 continue
             if is_plain:
@@ -636,6 +641,14 @@ class Scheduler:
         tokens.token_ids.append(token_id)
         is_last = end + 1 == sequence.length_limit or token_id in sequence.stopping.stop_token_ids
         return self._end_after(sequence, token_id) if is_last else None
+
+    def _end_pooled(self, sequence: Sequence, pooled: PooledOutput) -> FinishEvent:
+        """Ends a sequence whose result is complete."""
+        if pooled.is_finite:
+            return self._finish(sequence, FinishReason.LENGTH)
+        self.num_invalid_logits += 1
+        self.prefix_cache.retract(sequence)
+        return self._finish(sequence, FinishReason.ERROR, error=INVALID_STATES)
 
     def _end_without_token(self, sequence: Sequence, token_id: int | None) -> FinishEvent:
         """Ends a sequence that excludes every token, or has no usable logit. In that case its KV is withdrawn from the

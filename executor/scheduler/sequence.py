@@ -8,6 +8,7 @@ times per second. Nothing here depends on time, devices or gRPC.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -16,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from inflight.common.protocol import PrefixName
+from inflight.executor.pooling.pooled import PooledOutput
 from inflight.executor.scheduler.blocks import WindowTable
 from inflight.executor.scheduler.step_constraint import StepConstraint
 from inflight.executor.speculation.proposer import Proposer
@@ -192,6 +194,9 @@ class Sequence:
 
     `adapter_hash` is the content hash of its LoRA adapter, empty for the base model, and `adapter_slot` the slot that
     the adapter is in, None until it is loaded. The adapter stays there until the sequence has ended.
+
+    With `pooled` it yields no token: it leaves its seat with the step that computes the last of its prompt, and ends
+    when that step retires.
     """
 
     request_id: str
@@ -242,6 +247,7 @@ class Sequence:
     proposer: Proposer | None = None
     adapter_hash: bytes = b""
     adapter_slot: int | None = None
+    pooled: PooledOutput | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -283,7 +289,9 @@ class Sequence:
     @property
     def num_reusable_tokens(self) -> int:
         """Tokens, from the first, whose KV need not be computed if it is found. The last token yields the next one, and
-        rows whose logits are needed have to be computed."""
+        rows whose logits or hidden states are needed have to be computed."""
+        if self.pooled is not None and self.pooled.pooling.needs_all_rows:
+            return self.pooled.num_planned
         return self.num_scored if self.num_unscored else self.num_tokens - 1
 
     @property
@@ -333,6 +341,15 @@ class ScoredRows(NamedTuple):
         return self.sequence.token_ids[self.start + 1 : self.end + 1]
 
 
+class PooledRows(NamedTuple):
+    """The positions `[start, end)` of a plan's row whose hidden states the sequence's `pooled` needs."""
+
+    row: int
+    sequence: Sequence
+    start: int
+    end: int
+
+
 class StateSave(NamedTuple):
     """The recurrent state after the first `position` tokens, which a plan's row saves to a checkpoint."""
 
@@ -366,7 +383,7 @@ class StepPlan:
     out; they belong to no sequence.
 
     Recurrent states are loaded from checkpoints before the rows are computed, and saved with them: `state_loads` and
-    `state_saves`.
+    `state_saves`. `pooled` are the rows whose hidden states are needed.
 
     A plan is a transaction: it takes effect for all of `touched`, or, when its step fails, those end.
     """
@@ -390,6 +407,7 @@ class StepPlan:
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=lambda: NO_DRAFTS)
     state_loads: tuple[StateLoad, ...] = ()
     state_saves: tuple[StateSave, ...] = ()
+    pooled: tuple[PooledRows, ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[PlanRow]) -> StepPlan:
@@ -450,11 +468,19 @@ class StepResult:
     """Results from the device: the sampled token ids of the rows that sample, in the order of the plan's rows, and the
     log probabilities by index among those ids. A row with drafts has an id for each of its positions. Behind them
     follow the positions that score a prompt, in the order of the plan. An id is None where the row has no usable logit,
-    only NaN and -inf, and `ALL_EXCLUDED` where the request's bans left none."""
+    only NaN and -inf, and `ALL_EXCLUDED` where the request's bans left none. `pooled` are the sums of the hidden states
+    of each of the plan's `pooled`, in their order."""
 
     plan: StepPlan
     sampled_ids: tuple[int | None, ...]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    pooled: tuple[array[float], ...] = ()
+
+    def keep_pooled(self, ended: Container[Sequence]) -> None:
+        """Adds the hidden states to their sequences, except to those of `ended` ones."""
+        for rows, rows_sum in zip(self.plan.pooled, self.pooled, strict=True):
+            if rows.sequence not in ended and rows.sequence.pooled is not None:
+                rows.sequence.pooled.add(rows_sum)
 
     def keep_prompt_logprobs(self, ended: Container[Sequence]) -> None:
         """Stores the log probabilities of prompts in their sequences, unless the result has none. Those of `ended`
@@ -494,6 +520,14 @@ class FinishEvent:
     stop_token_id: int | None = None
     error: str = ""
     constraint_unfinished: bool = False
+
+    @property
+    def pooled(self) -> array[float]:
+        """The embedding or the score, in float32; empty if the sequence has none, or did not come to its end."""
+        sequence = self.sequence
+        if sequence.pooled is None or self.reason is not FinishReason.LENGTH:
+            return array("f")
+        return sequence.pooled.values(sequence.num_prompt_tokens)
 
     @classmethod
     def of(

@@ -29,6 +29,8 @@ OUTPUT_TOKEN_BYTES = 4
 # Of a token's log probabilities, and of each of the likeliest tokens in it: an id, a float, and their tuple entries.
 LOGPROBS_BYTES = 250
 TOP_LOGPROB_BYTES = 72
+# Of a number of an embedding.
+POOLED_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Ended:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: ReadOnlyList[TokenLogprobs] = ()
     constraint_unfinished: bool = False
+    pooled: array[float] = field(default_factory=lambda: array("f"))
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +78,8 @@ class Ended:
         logprobs_bytes = len(self.logprobs) * (LOGPROBS_BYTES + TOP_LOGPROB_BYTES * submit.num_top_logprobs)
         scores_bytes = len(self.prompt_logprobs) * (LOGPROBS_BYTES + TOP_LOGPROB_BYTES * submit.num_prompt_logprobs)
         text_bytes = len(submit.router_context) + len(submit.constraint.grammar)
-        return RECORD_BYTES + token_bytes + logprobs_bytes + scores_bytes + text_bytes
+        pooled_bytes = POOLED_BYTES * len(self.pooled)
+        return RECORD_BYTES + token_bytes + logprobs_bytes + scores_bytes + text_bytes + pooled_bytes
 
 
 class EndedSequences:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from inflight.executor.engine.output import EngineStatus, ReportedSequence
+from inflight.executor.pooling.pooled import Pooling, PoolingKind
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.seat_view import SequencePhase
 from inflight.executor.scheduler.states import StateCounts
@@ -140,6 +141,25 @@ PHASE_PROTO: dict[SequencePhase, stats_pb2.SequencePhase] = {
     SequencePhase.DECODE: stats_pb2.SEQUENCE_PHASE_DECODE,
     SequencePhase.PREEMPTED: stats_pb2.SEQUENCE_PHASE_PREEMPTED,
 }
+
+
+POOLING_PROTO: dict[PoolingKind, types_pb2.PoolingKind] = {
+    PoolingKind.LAST: types_pb2.POOLING_KIND_LAST,
+    PoolingKind.MEAN: types_pb2.POOLING_KIND_MEAN,
+    PoolingKind.SCORE: types_pb2.POOLING_KIND_SCORE,
+}
+
+
+def pooling_proto(pooling: Pooling | None) -> types_pb2.Pooling | None:
+    """Returns how a model pools, to announce it."""
+    if pooling is None:
+        return None
+    return types_pb2.Pooling(
+        kind=POOLING_PROTO[pooling.kind],
+        size=pooling.size,
+        is_normalized=pooling.is_normalized,
+        is_only=pooling.is_only,
+    )
 
 
 def policy_proto(limits: SchedulerLimits) -> types_pb2.SchedulerPolicy:

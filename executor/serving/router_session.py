@@ -93,6 +93,8 @@ class Session:
         # Log probabilities of prompts, all of which are sent before any token behind them.
         self._prompt_logprobs: deque[executor_pb2.SequencePromptLogprobs] = deque()
         self._num_prompt_logprobs = 0
+        # Numbers of embeddings of the pending frame.
+        self._num_pooled = 0
         # Slots without a seat at the end of the pending frame that had one before.
         self._preempted_slots: dict[int, None] = {}
         self._wake = asyncio.Event()
@@ -238,7 +240,9 @@ class Session:
             stop_token_id=end.stop_token_id,
             error=end.error,
             constraint_unfinished=end.constraint_unfinished,
+            pooled=end.pooled,
         )
+        self._num_pooled += len(end.pooled)
         self._make_due()
 
     def _free(self, slot: int) -> None:
@@ -268,9 +272,9 @@ class Session:
 
     @property
     def _has_too_many_tokens(self) -> bool:
-        """Whether the queued tokens exceed the limit. A freed slot counts as a token, log probabilities by their
-        weight."""
-        num_tokens = len(self._token_ids) + len(self._ended_slots)
+        """Whether the queued tokens exceed the limit. A freed slot and a number of an embedding count as a token, log
+        probabilities by their weight."""
+        num_tokens = len(self._token_ids) + len(self._ended_slots) + self._num_pooled
         num_logprobs = len(self._logprobs) + self._num_prompt_logprobs
         return num_tokens + LOGPROBS_TOKENS * num_logprobs >= MAX_WAITING_TOKENS
 
@@ -342,6 +346,7 @@ class Session:
         step.paused.extend(self._preempted_slots)
         self._preempted_slots = {}
         self._step = executor_pb2.StepFrame()
+        self._num_pooled = 0
         for slot in self._ended_slots:
             heapq.heappush(self._free_slots, slot)
         self._ended_slots.clear()

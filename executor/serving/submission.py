@@ -24,6 +24,7 @@ from inflight.common.protocol import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_LOGPROBS,
 )
+from inflight.executor.pooling.pooled import PooledOutput, Pooling, PoolingKind
 from inflight.executor.scheduler.limits import InterTokenTargets
 from inflight.executor.scheduler.sequence import Constraint, Processors, Sampling, Sequence, Stopping
 from inflight.v1 import executor_pb2, types_pb2
@@ -49,7 +50,8 @@ ADAPTER_HASH = re.compile(r"[0-9a-f]{64}")
 class SubmissionLimits:
     """Limits of the model and of drafts, and the targets of sequences that bring none.
 
-    `unsupported` returns what the engine cannot do for a sequence, in words; empty if it can do all.
+    `pooling` is how the model makes embeddings or scores; None: it makes none. `unsupported` returns what the engine
+    cannot do for a sequence, in words; empty if it can do all.
     """
 
     context_length: int
@@ -58,6 +60,7 @@ class SubmissionLimits:
     inter_token_targets: InterTokenTargets = field(default_factory=InterTokenTargets)
     max_drafts: int = 0
     num_adapter_slots: int = 0
+    pooling: Pooling | None = None
     unsupported: Callable[[Sequence], str] = lambda sequence: ""
 
 
@@ -86,7 +89,10 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
     if max(token_ids) >= limits.vocabulary_size:
         raise _invalid(f"a token id is not below {limits.vocabulary_size}")
     max_tokens = submit.stopping.max_tokens
-    if not len(submit.prior_output_ids) < max_tokens <= limits.context_length - len(submit.prompt_ids):
+    pooled = _pooled(submit, limits.pooling)
+    if pooled is None and not len(submit.prior_output_ids) < max_tokens <= limits.context_length - len(
+        submit.prompt_ids
+    ):
         raise _invalid(f"max_tokens {max_tokens} does not fit the context of {limits.context_length} tokens")
     if submit.stream_interval > MAX_FRAME_INTERVAL:
         raise _invalid(f"stream_interval must be at most {MAX_FRAME_INTERVAL}")
@@ -117,10 +123,27 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         constraint=_constraint(submit, limits.eos_token_ids),
         max_drafts=_max_drafts(submit, limits.max_drafts),
         adapter_hash=_adapter_hash(submit.adapter_hash, limits.num_adapter_slots),
+        pooled=pooled,
     )
     if text := limits.unsupported(sequence):
         raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, text)
     return sequence
+
+
+def _pooled(submit: executor_pb2.Submit, pooling: Pooling | None) -> PooledOutput | None:
+    if not submit.HasField("pooled"):
+        if pooling is not None and pooling.is_only:
+            raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, "this model does not generate")
+        return None
+    if pooling is None:
+        raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, "pooled: this executor makes no embeddings")
+    others = [name for name in ("constraint", "num_top_logprobs", "num_prompt_logprobs") if submit.HasField(name)]
+    if others or submit.prior_output_ids or submit.stopping.max_tokens:
+        raise _invalid("pooled: a sequence that yields no token has no output")
+    dimensions = submit.pooled.dimensions
+    if dimensions > pooling.size or (dimensions and pooling.kind is PoolingKind.SCORE):
+        raise _invalid(f"pooled.dimensions must be at most {pooling.size}, and 0 for a score")
+    return PooledOutput(pooling, dimensions)
 
 
 def _adapter_hash(digits: str, num_slots: int) -> bytes:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight.executor.scheduler.sequence import Sequence, StateLoad, StateSave, StepPlan
+from inflight.executor.scheduler.sequence import PooledRows, ScoredRows, Sequence, StateLoad, StateSave, StepPlan
 
 NO_TARGETS = torch.zeros(0, dtype=torch.int64)
 
@@ -66,6 +66,9 @@ class StepBatch:
 
     `adapter_slots[S]` int32 are the slots of the sequences' adapters, -1 for none; None if no sequence has one.
     `states` are their recurrent states; None if no layer is recurrent.
+
+    `hidden_rows[P]` int64 are the flat rows whose hidden states after the final norm are needed. Whatever computes the
+    step writes them to `hidden[P, hidden_size]` float32, if that is set.
     """
 
     token_ids: Tensor
@@ -86,6 +89,8 @@ class StepBatch:
     window_slots: Tensor | None = None
     states: StateRows | None = None
     is_padded: bool = False
+    hidden_rows: Tensor = NO_TARGETS
+    hidden: Tensor | None = None
 
     @property
     def for_windows(self) -> StepBatch:
@@ -119,6 +124,11 @@ class StepBatch:
         values = {field.name: getattr(here, field.name) for field in fields(here)}
         moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
         return replace(here, **moved)
+
+    def with_hidden(self, hidden_size: int) -> StepBatch:
+        """Returns the batch with room for the hidden states that it needs."""
+        size = (self.hidden_rows.shape[0], hidden_size)
+        return replace(self, hidden=torch.empty(size, dtype=torch.float32, device=self.token_ids.device))
 
     def resolve(self, sampled_ids: Tensor) -> None:
         """Fills in the tokens that the previous step sampled, on their device. `NO_TOKEN` becomes 0: that embedding is
@@ -206,9 +216,7 @@ class StepPacker:
         carried_rows, carried_from = self._carried(plan, rows)
         logit_rows = query_starts[1:][yielding.rows] - 1 - yielding.num_behind
         if plan.scored:
-            firsts = query_starts[:-1] - rows.starts
-            scored_rows = [np.arange(one.start, one.end) + firsts[one.row] for one in plan.scored]
-            logit_rows = np.concatenate([logit_rows, *scored_rows])
+            logit_rows = np.concatenate([logit_rows, _flat_rows(plan.scored, query_starts[:-1] - rows.starts)])
         # No step carries a token of a row with drafts, which has several.
         self._sampled_index[rows.seats[yielding.rows]] = np.arange(len(yielding.rows))
         return StepBatch(
@@ -229,6 +237,11 @@ class StepPacker:
             window_tables=None if windows is None else torch.from_numpy(windows),
             window_slots=None if windows is None else self._slots(windows, seat_of_token, positions),
             states=_states(plan) if self._has_states else None,
+            hidden_rows=(
+                torch.from_numpy(_flat_rows(plan.pooled, query_starts[:-1] - rows.starts))
+                if plan.pooled
+                else NO_TARGETS
+            ),
         )
 
     def _slots(
@@ -278,6 +291,13 @@ def pack(plan: StepPlan, block_size: int) -> StepBatch:
     for sequence in plan.sequences:
         sequence.seat = None
     return batch
+
+
+def _flat_rows(
+    needed: tuple[ScoredRows, ...] | tuple[PooledRows, ...], firsts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Returns the flat rows of positions of a plan's rows. `firsts[i]` would be that of position 0 of row i."""
+    return np.concatenate([np.arange(one.start, one.end) + firsts[one.row] for one in needed])
 
 
 def _states(plan: StepPlan) -> StateRows:

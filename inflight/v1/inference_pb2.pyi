@@ -47,6 +47,64 @@ WAIT_REASON_HELD_LINE: WaitReason
 WAIT_REASON_EXECUTOR: WaitReason
 WAIT_REASON_ADAPTER: WaitReason
 
+class TextPair(_message.Message):
+    __slots__ = ("query", "document", "instruction")
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    INSTRUCTION_FIELD_NUMBER: _ClassVar[int]
+    query: str
+    document: str
+    instruction: str
+    def __init__(self, query: _Optional[str] = ..., document: _Optional[str] = ..., instruction: _Optional[str] = ...) -> None: ...
+
+class EmbedInput(_message.Message):
+    __slots__ = ("text", "token_ids", "pair")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PAIR_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    pair: TextPair
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., pair: _Optional[_Union[TextPair, _Mapping]] = ...) -> None: ...
+
+class EmbedRequest(_message.Message):
+    __slots__ = ("model", "inputs", "dimensions", "tenant", "priority", "cache", "deadline")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    inputs: _containers.RepeatedCompositeFieldContainer[EmbedInput]
+    dimensions: int
+    tenant: str
+    priority: _types_pb2.PriorityClass
+    cache: CacheOptions
+    deadline: _duration_pb2.Duration
+    def __init__(self, model: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[EmbedInput, _Mapping]]] = ..., dimensions: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., deadline: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class Pooled(_message.Message):
+    __slots__ = ("values", "prompt_tokens", "cached_tokens")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[float]
+    prompt_tokens: int
+    cached_tokens: int
+    def __init__(self, values: _Optional[_Iterable[float]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+
+class EmbedResponse(_message.Message):
+    __slots__ = ("model", "pooling", "results")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    pooling: _types_pb2.Pooling
+    results: _containers.RepeatedCompositeFieldContainer[Pooled]
+    def __init__(self, model: _Optional[str] = ..., pooling: _Optional[_Union[_types_pb2.Pooling, _Mapping]] = ..., results: _Optional[_Iterable[_Union[Pooled, _Mapping]]] = ...) -> None: ...
+
 class ContentPart(_message.Message):
     __slots__ = ("text",)
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -598,7 +656,7 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "has_chat_template", "num_executors", "adapters")
+    __slots__ = ("name", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "has_chat_template", "num_executors", "adapters", "pooling")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -607,6 +665,7 @@ class Model(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     NUM_EXECUTORS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
     name: str
     context_length: int
     vocabulary_size: int
@@ -615,7 +674,8 @@ class Model(_message.Message):
     has_chat_template: bool
     num_executors: int
     adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, name: _Optional[str] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., has_chat_template: _Optional[bool] = ..., num_executors: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
+    pooling: _types_pb2.Pooling
+    def __init__(self, name: _Optional[str] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., has_chat_template: _Optional[bool] = ..., num_executors: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., pooling: _Optional[_Union[_types_pb2.Pooling, _Mapping]] = ...) -> None: ...
 
 class Adapter(_message.Message):
     __slots__ = ("name", "hash", "rank", "num_executors", "num_resident")

@@ -74,6 +74,11 @@ class InferenceServiceStub:
                 request_serializer=inflight_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=inflight_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/inflight.v1.InferenceService/Embed',
+                request_serializer=inflight_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=inflight_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/inflight.v1.InferenceService/ListModels',
                 request_serializer=inflight_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
@@ -160,6 +165,16 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Makes an embedding or a score of each input, with a model that has `pooling`. Each input is a request of its own: in
+        the queue, in the quotas of its tenant and in steps, which it shares with requests that generate. The first input
+        that is refused or fails ends the call with its error, and the others are cancelled. Nothing is kept: a call that is
+        lost is repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """Lists the models that the caller may use, with their limits and defaults.
         """
@@ -219,6 +234,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=inflight_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=inflight_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=inflight_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=inflight_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -430,6 +450,33 @@ class InferenceService:
             '/inflight.v1.InferenceService/Detokenize',
             inflight_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             inflight_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inflight.v1.InferenceService/Embed',
+            inflight_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            inflight_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,13 @@ class StepConstraint(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     STEP_CONSTRAINT_PACE: _ClassVar[StepConstraint]
     STEP_CONSTRAINT_STATIC_BATCH: _ClassVar[StepConstraint]
     STEP_CONSTRAINT_TWIN: _ClassVar[StepConstraint]
+
+class PoolingKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_KIND_UNSPECIFIED: _ClassVar[PoolingKind]
+    POOLING_KIND_LAST: _ClassVar[PoolingKind]
+    POOLING_KIND_MEAN: _ClassVar[PoolingKind]
+    POOLING_KIND_SCORE: _ClassVar[PoolingKind]
 PRIORITY_CLASS_UNSPECIFIED: PriorityClass
 PRIORITY_CLASS_INTERACTIVE: PriorityClass
 PRIORITY_CLASS_STANDARD: PriorityClass
@@ -76,6 +83,10 @@ STEP_CONSTRAINT_TOKENS: StepConstraint
 STEP_CONSTRAINT_PACE: StepConstraint
 STEP_CONSTRAINT_STATIC_BATCH: StepConstraint
 STEP_CONSTRAINT_TWIN: StepConstraint
+POOLING_KIND_UNSPECIFIED: PoolingKind
+POOLING_KIND_LAST: PoolingKind
+POOLING_KIND_MEAN: PoolingKind
+POOLING_KIND_SCORE: PoolingKind
 
 class DraftCounts(_message.Message):
     __slots__ = ("num_drafts", "num_verified", "num_accepted")
@@ -269,3 +280,15 @@ class UnenforcedFunction(_message.Message):
     name: str
     reason: str
     def __init__(self, name: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Pooling(_message.Message):
+    __slots__ = ("kind", "size", "is_normalized", "is_only")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    IS_NORMALIZED_FIELD_NUMBER: _ClassVar[int]
+    IS_ONLY_FIELD_NUMBER: _ClassVar[int]
+    kind: PoolingKind
+    size: int
+    is_normalized: bool
+    is_only: bool
+    def __init__(self, kind: _Optional[_Union[PoolingKind, str]] = ..., size: _Optional[int] = ..., is_normalized: _Optional[bool] = ..., is_only: _Optional[bool] = ...) -> None: ...

@@ -36,7 +36,7 @@ from inflight.v1 import executor_pb2, resume_pb2, types_pb2
 # A deadline that is further away counts as none.
 MAX_GRPC_DEADLINE_S = 30 * 24 * 3600.0
 MAX_DIGEST_BYTES = 64
-OPERATIONS = frozenset({"", "chat", "text_completion"})
+OPERATIONS = frozenset({"", "chat", "text_completion", "embeddings"})
 
 Violations = Iterator[FieldViolation]
 
@@ -59,12 +59,13 @@ def _submit_violations(submit: executor_pb2.Submit, limits: ModelLimits) -> Viol
     elif outside is not None:
         token_id = submit.prompt_ids[outside]
         yield outside_violation(f"submit.prompt_ids[{outside}]", token_id, limits.vocabulary_size)
-    if not 1 <= submit.stopping.max_tokens <= limits.context_length - len(submit.prompt_ids):
+    least = 0 if submit.HasField("pooled") else 1
+    if not least <= submit.stopping.max_tokens <= limits.context_length - len(submit.prompt_ids):
         text = f"is {submit.stopping.max_tokens} after {len(submit.prompt_ids)} prompt tokens"
         yield FieldViolation("submit.stopping.max_tokens", f"{text}; the context is {limits.context_length} tokens")
     for wrong in sampling_violations(submit.sampling, limits.vocabulary_size):
         yield FieldViolation(f"submit.{wrong.field}", wrong.description)
-    for wrong in stopping_violations(submit.stopping, limits.vocabulary_size):
+    for wrong in () if submit.HasField("pooled") else stopping_violations(submit.stopping, limits.vocabulary_size):
         yield FieldViolation(f"submit.{wrong.field}", wrong.description)
     if submit.priority not in CLASS_NAMES:
         yield FieldViolation("submit.priority", f"is {submit.priority}")

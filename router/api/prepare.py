@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from opentelemetry.trace import Tracer
 
-from inflight.common.errors import RequestError
+from inflight.common.errors import FieldViolation, RequestError, invalid
 from inflight.common.grammar import grammar_hash
 from inflight.common.time_of_day import unix_ms
 from inflight.router.api.attached import MAX_GRPC_DEADLINE_S, checked_context
@@ -78,6 +78,9 @@ class RequestPreparation:
         """Returns a stream for each choice of a request, ready for the dispatcher and the relay. If the output that its
         client brought already ends the request, they are accepted. Raises `RequestError`."""
         limits = model_limits(pool, self._settings)
+        if pool.describe().pooling.is_only:
+            text = f"{pool.name!r} does not generate: it makes embeddings or scores, by Embed or /v1/embeddings"
+            raise invalid(FieldViolation("model", text))
         validate_generate(request, limits)
         context = router_context(request, arrived)
         submit = new_submit(request, context, limits)
@@ -113,6 +116,44 @@ class RequestPreparation:
         if prior_ids:
             end_with_prior_output(streams[0], prior_ids, end)
         return streams
+
+    async def prepare_pooled(
+        self,
+        request: inference_pb2.GenerateRequest,
+        pool: ModelPool,
+        arrived: float,
+        grpc_remaining_s: float | None,
+        dimensions: int,
+    ) -> Callable[[], RequestStream]:
+        """Prepares a request for an embedding or a score, and returns what opens its stream. Raises `RequestError`."""
+        limits = model_limits(pool, self._settings)
+        context_length = limits.context_length
+        # Nothing follows its prompt.
+        limits = dataclasses.replace(limits, context_length=context_length + 1)
+        validate_generate(request, limits)
+        context = router_context(request, arrived)
+        context.operation = "embeddings"
+        submit = new_submit(request, context, limits)
+        submit.pooled.dimensions = dimensions
+        allowed = self._tenants.config.limits_of_served(context.tenant)
+        if context.adapter_id:
+            submit.adapter_hash = await self._adapter_hash(submit.request_id, context, pool)
+        if allowed.has_rates:
+            await check_rates(pool, request, context, allowed)
+        prompt_ids = await self._tokenizing.encode_prompt(pool.text, request, limits, context.tenant)
+        if len(prompt_ids) > context_length:
+            text = f"has {len(prompt_ids)} tokens, but the model's context is {context_length} tokens; shorten it"
+            raise invalid(FieldViolation(request.WhichOneof("prompt") or "prompt", text))
+        fit_tokens(submit, prompt_ids, request, limits)
+        submit.stopping.max_tokens = 0
+        submit.router_context = context.SerializeToString()
+        deadlines = deadlines_s(request, grpc_remaining_s)
+
+        def open_stream() -> RequestStream:
+            (stream,) = self._open_streams([submit], context, pool, limits.block_size, allowed, arrived, deadlines)
+            return stream
+
+        return open_stream
 
     async def _adapter_hash(self, request_id: str, context: resume_pb2.RouterContext, pool: ModelPool) -> str:
         """Returns the content hash of an adapter that the tenant may use. `request_id` is the ledger's.

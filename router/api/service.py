@@ -23,6 +23,15 @@ from opentelemetry.trace import NoOpTracer, Span, Tracer
 from inflight.common.errors import Reason, RequestError
 from inflight.common.rpc.status import Unparsed, takes_unparsed
 from inflight.router.api.constraining import Constraining
+from inflight.router.api.embedding import (
+    MAX_AT_ONCE,
+    base_request,
+    check_embed,
+    of_input,
+    pooling_of,
+    requests_of,
+    result_of,
+)
 from inflight.router.api.generate_many import ManyCall, StreamLimit, shortest, stream_metadata, varint
 from inflight.router.api.prepare import RequestPreparation, model_limits
 from inflight.router.api.request_status import REQUEST_STATE_PROTO, request_standing
@@ -51,7 +60,7 @@ from inflight.router.settings import RouterSettings
 from inflight.router.stats.capacity import add_capacity, described_model, described_variants
 from inflight.router.stats.source import StatsSource
 from inflight.router.stream.choices import AnyRelay, relay_of, run_all
-from inflight.router.stream.relay import EventWriter, TimedWriter, Write, grace_after
+from inflight.router.stream.relay import EventWriter, Relay, TimedWriter, Write, grace_after
 from inflight.router.stream.request_stream import Reader, RequestStream
 from inflight.router.telemetry.events import NO_OBSERVERS, RequestObservers, class_name
 from inflight.router.telemetry.tracing import call_span
@@ -391,6 +400,63 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
 
     def _limits_of(self, tenant: str) -> TenantLimits:
         return self._tenants.config.limits_of(tenant) or NO_LIMITS
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
+        """Returns an embedding or a score of each input."""
+        arrived, caller, base = time.monotonic(), self._caller(context), base_request(request)
+        base.model, base.adapter_id = self._pools.split_adapter(base.model)
+        authorize(base, caller)
+        with self._serving(), self._span("embed", metadata_of(context)):
+            pool = self._pools.find(base.model, sticky_key(base), caller.models)
+            pooling = pooling_of(pool)
+            check_embed(request, pooling)
+            remaining_s = context.time_remaining()
+            try:
+                opened = [
+                    await self._prepare_input(index, asked, pool, arrived, remaining_s, request.dimensions)
+                    for index, asked in enumerate(requests_of(request, base, pool))
+                ]
+            except RequestError as error:
+                self._observers.refused(pool.name, class_name(base.priority), error.reason)
+                raise
+            turns = asyncio.Semaphore(MAX_AT_ONCE)
+            priority_class = class_name(base.priority)
+            results = await run_all([self._embed(one, pool, priority_class, turns) for one in opened])
+        log.info("embed: %d inputs of %d tokens", len(results), sum(one.prompt_tokens for one in results))
+        return inference_pb2.EmbedResponse(model=pool.name, pooling=pooling, results=results)
+
+    async def _prepare_input(
+        self,
+        index: int,
+        asked: inference_pb2.GenerateRequest,
+        pool: ModelPool,
+        arrived: float,
+        remaining_s: float | None,
+        dimensions: int,
+    ) -> Callable[[], RequestStream]:
+        await asyncio.sleep(0)  # short texts are tokenized at once, and there may be many: others go on in between
+        try:
+            return await self._preparation.prepare_pooled(asked, pool, arrived, remaining_s, dimensions)
+        except RequestError as error:
+            raise of_input(error, index) from None
+
+    async def _embed(
+        self, open_stream: Callable[[], RequestStream], pool: ModelPool, priority_class: str, turns: asyncio.Semaphore
+    ) -> inference_pb2.Pooled:
+        """Serves one input of a call, when its turn has come."""
+        async with turns:
+            reader, opened = self._new_reader(), open_stream()
+            try:
+                (stream,), _ = await join_all([opened], pool.dispatcher, reader)
+            except RequestError as error:
+                if not opened.record.is_admitted:
+                    self._observers.refused(pool.name, priority_class, error.reason)
+                raise
+            try:
+                await Relay(stream, None, reader=reader).run()
+            finally:
+                pool.dispatcher.leave(stream, reader)
+        return result_of(stream)
 
     async def ListModels(
         self, request: inference_pb2.ListModelsRequest, context: Context

@@ -271,6 +271,7 @@ def _token_settings(description: executor_pb2.DescribeResponse) -> dict[str, str
         "dtype": description.dtype,
         "weight_dtype": description.weight_dtype or description.dtype,
         "kv_cache_dtype": description.kv_cache_dtype or description.dtype,
+        "pooling": " ".join(str(description.pooling).split()),
         "context_length": str(description.context_length),
         "eos_token_ids": ", ".join(map(str, sorted(description.eos_token_ids)[:MAX_LISTED])),
         "default_sampling": " ".join(str(description.default_sampling).split())[:MAX_LISTED_CHARACTERS],

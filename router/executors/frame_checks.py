@@ -178,6 +178,8 @@ def _check_step(step: executor_pb2.StepFrame, slots: Collection[int], vocabulary
     for one in step.finished:
         if one.reason not in FINISH_REASONS:
             raise FrameError(f"a sequence ends for the reason {one.reason}")
+        if one.pooled and not math.isfinite(sum(one.pooled)):
+            raise FrameError("an embedding has numbers that are not finite")
     for reported in step.logprobs:
         _check_logprobs(reported.values, vocabulary_size)
     for scored in step.prompt_logprobs:

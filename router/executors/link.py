@@ -252,6 +252,8 @@ class ExecutorLink:
         """Returns why the executor must not get a request: it would ignore a field of the request. None if it may."""
         if submit.adapter_hash and not self.description.num_adapter_slots:
             return f"executor {self.executor_id} serves no adapters"
+        if submit.HasField("pooled") and not self.description.HasField("pooling"):
+            return f"executor {self.executor_id} makes no embeddings"
         version = self.description.protocol_version
         unread = _unread_field(submit, version)
         if unread is None:
@@ -568,6 +570,8 @@ class ExecutorLink:
             if key in self._attaching:
                 return  # a token is missing: the executor sends it again, followed by the end
         self._mended.discard(key)
+        if finished.pooled or finished.reason == types_pb2.FINISH_REASON_LENGTH:
+            stream.pool(tuple(finished.pooled))
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         is_draining = self.report is not None and self.report.draining
         ended = SequenceEnded(

@@ -36,6 +36,8 @@ def described_model(pool: ModelPool) -> inference_pb2.Model:
         model.vocabulary_size = description.vocabulary_size
         model.eos_token_ids.extend(description.eos_token_ids)
         model.default_sampling.CopyFrom(description.default_sampling)
+        if description.HasField("pooling"):
+            model.pooling.CopyFrom(description.pooling)
         model.adapters.extend(inference_pb2.Adapter(**asdict(adapter)) for adapter in pool.adapters.values())
     return model
 

@@ -166,6 +166,8 @@ class RequestStream:
         self.output_ids: list[int] = list(prior_ids)
         self._logprobs: dict[int, types_pb2.PositionLogprobs] = {}
         self._prompt_logprobs: list[types_pb2.PositionLogprobs] = []
+        # The embedding or the score; set with the end of a request that asks for one.
+        self.pooled: Sequence[float] = ()
         self.num_cached_tokens = 0
         self.num_migrations = 0
         self.clock = Clock(arrived)
@@ -295,9 +297,26 @@ class RequestStream:
             attempt,
             computed_tokens=self._num_computed_tokens,
             output_tokens=len(self.output_ids),
-            by_itself=life.has_matched_stop or (life.end is not None and life.end.reason in OWN_ENDS),
+            by_itself=self._yields_tokens
+            and (life.has_matched_stop or (life.end is not None and life.end.reason in OWN_ENDS)),
             cancelled=life.was_cancelled,
         )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._submit.prompt_ids)
+
+    @property
+    def _yields_tokens(self) -> bool:
+        """Whether its length is a sample for estimates."""
+        return not self._submit.HasField("pooled")
+
+    def pool(self, values: Sequence[float]) -> None:
+        """Sets the embedding or the score, before the end. Raises `FrameError` if the request asks for none, or gets
+        none."""
+        if self._yields_tokens == bool(values):
+            raise FrameError(f"{len(values)} numbers of an embedding for {self.request_id}")
+        self.pooled = values
 
     @property
     def _num_computed_tokens(self) -> int:

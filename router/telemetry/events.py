@@ -37,7 +37,8 @@ def outcome_of(reason: int) -> str:
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
     """The facts of a request that are known at its arrival. `arrived` is on `time.monotonic`'s clock; `operation` is
-    OpenTelemetry's name for it, `chat` or `text_completion`; `prior_tokens` are output that its client brought."""
+    OpenTelemetry's name for it, `chat`, `text_completion` or `embeddings`; `prior_tokens` are output that its client
+    brought."""
 
     model: str = ""
     operation: str = "text_completion"

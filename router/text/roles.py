@@ -20,6 +20,7 @@ PROBE = "inflightprobetext"
 MAX_QUOTED_CHARACTERS = 40
 
 _COMPARED = re.compile(r"""\brole\b['"\])\s]*(?:==|!=)\s*(['"])([\w.-]+)\1""")
+_SELECTED = re.compile(r"""selectattr\(\s*(['"])role\1\s*,\s*(['"])(?:eq|equalto|==)\2\s*,\s*(['"])([\w.-]+)\3""")
 _LISTED = re.compile(r"""\brole\b['"\])\s]*(?:not\s+)?in\s*[\[(]([^\])]*)[\])]""")
 _QUOTED = re.compile(r"""(['"])([\w.-]+)\1""")
 
@@ -35,6 +36,8 @@ def roles_asked_for(template: str) -> Iterator[str]:
     """Yields the roles that a template compares with."""
     for found in _COMPARED.finditer(template):
         yield found[2]
+    for found in _SELECTED.finditer(template):
+        yield found[4]
     for found in _LISTED.finditer(template):
         yield from (role[2] for role in _QUOTED.finditer(found[1]))
 

@@ -350,14 +350,6 @@ def _obstacle(config: PretrainedConfig, family: Family, body: Any, head: Any, la
     return None if head.bias is None else "its output layer has a bias"
 
 
-def _activation(config: PretrainedConfig, family: Family) -> dict[str, Any]:
-    """Returns the activation of feed-forward layers, and its constants."""
-    if not family.has_clamped_gates:
-        return {"activation": ACTIVATIONS[getattr(config, family.activation_name)]}
-    factor, limit = float(config.swiglu_alpha), float(config.swiglu_limit)
-    return {"activation": CLAMPED, "gate_factor": factor, "gate_limit": limit}
-
-
 def _position_obstacle(config: PretrainedConfig, context_length: int | None) -> str | None:
     """Returns the reason if queries are scaled by their position (Ministral 3). The factor is 1 up to the original
     context."""

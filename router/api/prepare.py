@@ -150,7 +150,7 @@ class RequestPreparation:
         deadlines = deadlines_s(request, grpc_remaining_s)
 
         def open_stream() -> RequestStream:
-            (stream,) = self._open_streams([submit], context, pool, limits.block_size, allowed, arrived, deadlines)
+            (stream,) = self._open_streams([submit], context, pool, limits, allowed, arrived, deadlines)
             return stream
 
         return open_stream

@@ -205,6 +205,7 @@ HOSTILE_FRAMES: dict[str, tuple[Callable[[], executor_pb2.ServeResponse], str]] 
     "another generation": (lambda: executor_pb2.ServeResponse(generation=2), "its generation is 2"),
     "more budget than blocks": (lambda: report(budget_blocks=33), "budget_blocks is 33 of 32"),
     "another size": (lambda: report(total_blocks=2**32 - 1), "in its description 32"),
+    "2,000 checkpoints": (lambda: report(checkpoint_names=range(2000)), "it names 2000 checkpoints"),
     "more seats than it has": (lambda: report(budget_sequences=2**32 - 1), "budget_sequences"),
     "speed that is no number": (lambda: report(step_ms=math.nan), "step_ms is nan"),
     "infinite speed": (lambda: report(prefill_tokens_per_s=math.inf), "prefill_tokens_per_s is inf"),
@@ -426,6 +427,8 @@ async def test_answer_that_cannot_be_true_ends_the_callers_wait_with_the_link() 
         ("context_length", 1),
         ("vocabulary_size", 0),
         ("device", "x" * 10_000),
+        ("state_grid_tokens", 1),
+        ("state_grid_tokens", 2**30),
     ],
 )
 def test_description_by_which_nothing_can_be_placed_is_refused(field: str, value: str | int) -> None:

@@ -224,9 +224,9 @@ def test_model_whose_logits_differ_is_refused(tmp_path: Path, monkeypatch: pytes
     backend = choose_backend("reference", CPU, torch.float32).backend
     attend = type(backend).attend
 
-    def forgetful(self: Any, queries: Any, kv: Any, batch: Any, scoring: Any) -> Any:
+    def forgetful(self: Any, queries: Any, kv: Any, batch: Any, scoring: Any, sinks: Any) -> Any:
         kv.keys[batch.slot_mapping[-1]] = 0
-        return attend(self, queries, kv, batch, scoring)
+        return attend(self, queries, kv, batch, scoring, sinks)
 
     monkeypatch.setattr(type(backend), "attend", forgetful)
     with pytest.raises(ModelError, match=r"^the self-check failed: logits through paged attention are not those of"):

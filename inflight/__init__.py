@@ -58,6 +58,8 @@ if TYPE_CHECKING:
         SequenceOnExecutor,
         Statistics,
         TenantQueue,
+        TenantUsage,
+        UsageLine,
     )
     from inflight.sync import Client
     from inflight.sync_stream import Stream
@@ -104,12 +106,14 @@ __all__ = [
     "Statistics",
     "Stream",
     "TenantQueue",
+    "TenantUsage",
     "Timing",
     "ToolCall",
     "ToolCallPart",
     "UnenforcedFunction",
     "UnusedExecutor",
     "Usage",
+    "UsageLine",
     "VariantCapacity",
 ]
 

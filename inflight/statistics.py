@@ -246,3 +246,67 @@ def _latency(wire: inference_pb2.ModelLatency) -> ModelLatency:
 
 def _time(milliseconds: int) -> datetime:
     return datetime.fromtimestamp(milliseconds / 1000, UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class UsageLine:
+    """One line. `is_system`: what no tenant is charged for. `cost` is None without a price.
+
+    - `busy_s` is the share of the time in which executors computed, `seat_s` the time with a seat, `block_s` the time
+      with KV blocks times their number.
+    - `computed_prompt_tokens` and `cached_prompt_tokens` are the tokens of prompts, `output_tokens` those of outputs.
+    - `wasted_draft_tokens` were computed and not accepted. `recomputed_tokens` were computed again after a preemption
+      or a failure; their time is the system's.
+    """
+
+    day: str
+    model: str
+    tenant: str
+    priority: str
+    adapter: str
+    executor_class: str
+    is_system: bool
+    busy_s: float
+    seat_s: float
+    block_s: float
+    computed_prompt_tokens: int
+    cached_prompt_tokens: int
+    output_tokens: int
+    wasted_draft_tokens: int
+    recomputed_tokens: int
+    cost: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """The lines, ordered, and the currency of their costs (ISO 4217)."""
+
+    lines: tuple[UsageLine, ...]
+    currency: str
+
+
+def decode_usage(response: inference_pb2.GetUsageResponse) -> TenantUsage:
+    """Returns the usage in a response."""
+    return TenantUsage(tuple(_line(line) for line in response.lines), response.currency)
+
+
+def _line(line: inference_pb2.UsageLine) -> UsageLine:
+    used = line.used
+    return UsageLine(
+        day=line.day,
+        model=line.model,
+        tenant=line.tenant,
+        priority="" if line.is_system else enum_name(types_pb2.PriorityClass, line.priority, "PRIORITY_CLASS_"),
+        adapter=line.adapter,
+        executor_class=line.executor_class,
+        is_system=line.is_system,
+        busy_s=used.busy_ns / 1e9,
+        seat_s=used.seat_us / 1e6,
+        block_s=used.block_ms / 1e3,
+        computed_prompt_tokens=used.computed_prompt_tokens,
+        cached_prompt_tokens=used.cached_prompt_tokens,
+        output_tokens=used.output_tokens,
+        wasted_draft_tokens=used.wasted_draft_tokens,
+        recomputed_tokens=used.recomputed_tokens,
+        cost=line.cost if line.HasField("cost") else None,
+    )

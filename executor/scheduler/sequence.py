@@ -151,6 +151,32 @@ class StateLoad(NamedTuple):
     position: int
 
 
+@dataclass(slots=True)
+class Resources:
+    """What a sequence or an account has used; `inflight.executor.engine.accounting` counts it. The fields are those of
+    the protocol's `ResourceUsage`, times in nanoseconds."""
+
+    busy_ns: int = 0
+    seat_ns: int = 0
+    block_ns: int = 0
+    computed_prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    wasted_draft_tokens: int = 0
+    recomputed_tokens: int = 0
+
+    def add(self, other: Resources) -> None:
+        """Adds what another one has used."""
+        self.busy_ns += other.busy_ns
+        self.seat_ns += other.seat_ns
+        self.block_ns += other.block_ns
+        self.computed_prompt_tokens += other.computed_prompt_tokens
+        self.cached_prompt_tokens += other.cached_prompt_tokens
+        self.output_tokens += other.output_tokens
+        self.wasted_draft_tokens += other.wasted_draft_tokens
+        self.recomputed_tokens += other.recomputed_tokens
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A sequence that waits or runs.
@@ -189,6 +215,8 @@ class Sequence:
 
     `adapter_hash` is the content hash of its LoRA adapter, empty for the base model, and `adapter_slot` the slot that
     the adapter is in, None until it is loaded. The adapter stays there until the sequence has ended.
+
+    `tenant` and `adapter_name` are what it is charged to. `used` is what it has used, None until it has ended.
     """
 
     request_id: str
@@ -236,6 +264,9 @@ class Sequence:
     proposer: Proposer | None = None
     adapter_hash: bytes = b""
     adapter_slot: int | None = None
+    tenant: str = ""
+    adapter_name: str = ""
+    used: Resources | None = None
 
     @property
     def is_ready(self) -> bool:

@@ -80,6 +80,7 @@ class PlacedSequence:
             logprobs=self.sequence.logprobs,
             prompt_logprobs=self.sequence.prompt_logprobs[: self.num_scored],
             constraint_unfinished=event.constraint_unfinished,
+            used=self.sequence.used,
         )
 
 

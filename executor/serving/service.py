@@ -33,6 +33,7 @@ from inflight.executor.serving.served_engine import Grammars, ServedEngine
 from inflight.executor.serving.step_feed import StepWatch
 from inflight.executor.serving.submission import SubmissionError, SubmissionLimits, sequence_from_submit
 from inflight.executor.serving.tracing import trace_submit
+from inflight.executor.serving.usage import UsageReporter
 from inflight.v1 import executor_pb2, executor_pb2_grpc
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         if adapters is not None:
             adapters.on_change = self._reporter.send_now
         self._rates = RecentRates()
+        self._usage = UsageReporter(time.monotonic)
         self.steps = StepWatch(identity.description, engine.list_sequences, lambda: self.has_work)
         # The newest status of the engine.
         self.status: EngineStatus | None = None
@@ -147,7 +149,9 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
 
     async def run(self) -> None:
         """Sends reports when they are due, until cancelled."""
-        await self._reporter.run()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._reporter.run(), name="reports of capacity")
+            tasks.create_task(self._usage.run(lambda: self._sessions), name="reports of usage")
 
     async def Describe(
         self, request: executor_pb2.DescribeRequest, context: grpc.aio.ServicerContext[object, object]
@@ -194,6 +198,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         """Ends every router's stream after its pending output, and waits at most `timeout_s` for that."""
         self._is_closing = True
         self.steps.close()
+        self._usage.send_all(self._sessions)
         for task in self._preparing.values():
             task.cancel()
         if self._grammars is not None:
@@ -404,6 +409,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         if output.finished and self._timer is None:
             self._expire()
         self.steps.take(output)
+        self._usage.take(output.usage)
         if output.status is not None:
             is_urgent = _changes_admission(output, self.status)
             self.status = output.status

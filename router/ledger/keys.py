@@ -36,6 +36,9 @@ the ledger's clock.
 - `preemptible` (zset): placed request below the first class → class and time; only if the first class may preempt
 - `prefixes` `prefixes:old` (hash): prefix hash → executor that last got a prompt with this prefix
 - `adapters` (hash): executor with adapter slots → the hashes of the adapters that it serves, and which are resident
+- `usage:<day>` (hash): tenant, class, adapter, class of executors → what was used on that day (`scripts/charge.lua`);
+  kept for 90 days, and not soft state: only executors that still run can repeat it
+- `usage:<day>:counted` (hash): executor, its generation, account → what is counted in the totals; kept for four days
 - `mailbox:<router>` (stream): events of the router's requests, about 10,000 entries
 
 Outside the pools there is `inflight:secret`, which all routers share (`inflight.router.ledger.ledgers`).
@@ -103,6 +106,11 @@ class PoolKeys:
     def mailbox(self, router_id: str) -> str:
         """Returns the key of the router's mailbox."""
         return self.key(f"mailbox:{router_id}")
+
+    def usage(self, day: int) -> list[str]:
+        """Returns the keys of the totals of a day, in days since 1970, and of what is counted in them."""
+        totals = self.key(f"usage:{day}")
+        return [totals, f"{totals}:counted"]
 
     def for_script(self, router_ids: tuple[str, ...]) -> list[str]:
         """Returns the KEYS of a script call that may write to the mailboxes of these routers."""

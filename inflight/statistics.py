@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from google.protobuf import json_format
 
 from inflight.catalogue import ExecutorCapacity, decode_executor, enum_name
+from inflight.events import Resources, decode_resources
 from inflight.notebook import html
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
@@ -250,14 +251,8 @@ def _time(milliseconds: int) -> datetime:
 
 @dataclass(frozen=True, slots=True)
 class UsageLine:
-    """One line. `is_system`: what no tenant is charged for. `cost` is None without a price.
-
-    - `busy_s` is the share of the time in which executors computed, `seat_s` the time with a seat, `block_s` the time
-      with KV blocks times their number.
-    - `computed_prompt_tokens` and `cached_prompt_tokens` are the tokens of prompts, `output_tokens` those of outputs.
-    - `wasted_draft_tokens` were computed and not accepted. `recomputed_tokens` were computed again after a preemption
-      or a failure; their time is the system's.
-    """
+    """What a tenant used of a model on a day (UTC), in a class, with an adapter, on a class of executors. `is_system`:
+    what no tenant is charged for. `cost` is None without a price."""
 
     day: str
     model: str
@@ -266,14 +261,7 @@ class UsageLine:
     adapter: str
     executor_class: str
     is_system: bool
-    busy_s: float
-    seat_s: float
-    block_s: float
-    computed_prompt_tokens: int
-    cached_prompt_tokens: int
-    output_tokens: int
-    wasted_draft_tokens: int
-    recomputed_tokens: int
+    used: Resources
     cost: float | None
 
 
@@ -291,7 +279,6 @@ def decode_usage(response: inference_pb2.GetUsageResponse) -> TenantUsage:
 
 
 def _line(line: inference_pb2.UsageLine) -> UsageLine:
-    used = line.used
     return UsageLine(
         day=line.day,
         model=line.model,
@@ -300,13 +287,6 @@ def _line(line: inference_pb2.UsageLine) -> UsageLine:
         adapter=line.adapter,
         executor_class=line.executor_class,
         is_system=line.is_system,
-        busy_s=used.busy_ns / 1e9,
-        seat_s=used.seat_us / 1e6,
-        block_s=used.block_ms / 1e3,
-        computed_prompt_tokens=used.computed_prompt_tokens,
-        cached_prompt_tokens=used.cached_prompt_tokens,
-        output_tokens=used.output_tokens,
-        wasted_draft_tokens=used.wasted_draft_tokens,
-        recomputed_tokens=used.recomputed_tokens,
+        used=decode_resources(line.used),
         cost=line.cost if line.HasField("cost") else None,
     )

@@ -59,6 +59,7 @@ class _Charged:
     output, `num_output` tokens are counted."""
 
     sequence: Sequence
+    account: Account
     num_paid: int
     num_output: int
     since_ns: int
@@ -134,7 +135,7 @@ class Accounting:
             sequence.used = sequence.used or Resources()
             return
         charged.accrue(now_ns)
-        self._ended.setdefault(_account_of(sequence), Resources()).add(charged.used)
+        self._ended.setdefault(charged.account, Resources()).add(charged.used)
         charged.before.add(charged.used)
         sequence.used = charged.before
 
@@ -165,7 +166,7 @@ class Accounting:
         num_output, num_prompt = sequence.num_output_tokens, sequence.num_prompt_tokens
         # Output of earlier placements: all but its last token had KV there.
         num_paid = num_prompt + num_output - 1 if num_output else 0
-        charged = self._charged[sequence] = _Charged(sequence, num_paid, num_output, now_ns)
+        charged = self._charged[sequence] = _Charged(sequence, _account_of(sequence), num_paid, num_output, now_ns)
         num_found = sequence.num_cached_tokens
         charged.used.cached_prompt_tokens = max(0, min(num_found, num_prompt) - num_paid)
         charged.num_paid = max(num_paid, num_found)
@@ -198,12 +199,14 @@ class Accounting:
             self._day = day
             self._totals = {one: used for one, used in self._totals.items() if one.day > day - NUM_DAYS}
         grown, self._ended = self._ended, {}
-        for sequence, charged in self._charged.items():
+        for charged in self._charged.values():
             charged.accrue(now_ns)
-            if charged.used != _NOTHING:
-                grown.setdefault(_account_of(sequence), Resources()).add(charged.used)
-                charged.before.add(charged.used)
-                charged.used = Resources()
+            used, charged.used = charged.used, Resources()
+            charged.before.add(used)
+            if (total := grown.get(charged.account)) is None:
+                grown[charged.account] = used
+            else:
+                total.add(used)
         system, self._system = self._system, Resources()
         grown[_SYSTEM] = system
         return tuple(self._book(account, used) for account, used in grown.items() if used != _NOTHING)

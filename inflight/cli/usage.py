@@ -21,19 +21,21 @@ from inflight.cli.console import EXIT_USAGE, CommandError, open_console
 from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 from inflight.common.version import installed_version
+from inflight.events import Resources
 from inflight.statistics import TenantUsage, UsageLine
 
 PROVIDER = "inflight"
 HOUR_S = 3600
-# The figures of a line behind its busy time, with the columns of the table.
-FIGURES = {
+# The figures of a line behind its busy time, and those in the table with their columns.
+FIGURES = (
+    *("seat_s", "block_s", "computed_prompt_tokens", "cached_prompt_tokens", "output_tokens"),
+    *("wasted_draft_tokens", "recomputed_tokens"),
+)
+SHOWN = {
     "seat_s": "seat s",
-    "block_s": "block s",
     "computed_prompt_tokens": "prompt",
     "cached_prompt_tokens": "cached",
     "output_tokens": "output",
-    "wasted_draft_tokens": "wasted drafts",
-    "recomputed_tokens": "recomputed",
 }
 
 
@@ -55,20 +57,28 @@ def main(argv: Sequence[str]) -> int:
 
 
 def usage_table(usage: TenantUsage) -> Table:
-    """Returns a table with a row per line and the sum of busy time and costs."""
-    table = Table(box=None, header_style="dim")
-    for heading in ("day", "model", "tenant", "class", "adapter", "on"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("busy s", *FIGURES.values(), usage.currency):
-        table.add_column(heading, justify="right", no_wrap=True)
+    """Returns a table with a row for each model with its adapter, tenant and class, summed over the days, and their
+    sum."""
+    rows: dict[tuple[str, str, str], list[UsageLine]] = {}
     for line in usage.lines:
-        names = (line.day, line.model, _tenant(line), line.priority, line.adapter, line.executor_class)
-        figures = (f"{getattr(line, name):.{1 if name.endswith('_s') else 0}f}" for name in FIGURES)
-        table.add_row(*names, f"{line.busy_s:.3f}", *figures, _amount(line.cost), style="dim" if line.is_system else "")
-    costs = [line.cost for line in usage.lines if line.cost is not None]
-    total = f"{sum(line.busy_s for line in usage.lines):.3f}"
-    table.add_row("sum", *("",) * 5, total, *("",) * len(FIGURES), _amount(sum(costs) if costs else None), style="bold")
+        model = f"{line.model}:{line.adapter}" if line.adapter else line.model
+        rows.setdefault((model, _tenant(line), line.priority), []).append(line)
+    table = Table(box=None, header_style="dim")
+    for heading in ("model", "tenant", "class"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("busy s", *SHOWN.values(), usage.currency):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for names, lines in rows.items():
+        table.add_row(*names, *_summed(lines), style="dim" if lines[0].is_system else "")
+    table.add_row("sum", "", "", *_summed(usage.lines), style="bold")
     return table
+
+
+def _summed(lines: Sequence[UsageLine]) -> list[str]:
+    costs = [line.cost for line in lines if line.cost is not None]
+    figures = [f"{sum(getattr(line.used, name) for line in lines):.0f}" for name in SHOWN]
+    busy_s = f"{sum(line.used.busy_s for line in lines):.3f}"
+    return [busy_s, *figures, f"{sum(costs):.4f}" if costs else "-"]
 
 
 def focus_csv(usage: TenantUsage) -> str:
@@ -84,7 +94,7 @@ def focus_csv(usage: TenantUsage) -> str:
 def _focus_row(line: UsageLine, currency: str) -> dict[str, Any]:
     begin, end = _period(line.day)
     month_begin, month_end = _month(line.day)
-    cost, hours = line.cost or 0.0, line.busy_s / HOUR_S
+    cost, hours = line.cost or 0.0, line.used.busy_s / HOUR_S
     unit_price = cost / hours if line.cost is not None and hours else ""
     return {
         "AvailabilityZone": "",
@@ -123,7 +133,7 @@ def _focus_row(line: UsageLine, currency: str) -> dict[str, Any]:
         "SubAccountId": _tenant(line),
         "SubAccountName": _tenant(line),
         "Tags": json.dumps(_labels(line)),
-        **{f"x_{name}": getattr(line, name) for name in ("busy_s", *FIGURES)},
+        **{f"x_{name}": getattr(line.used, name) for name in ("busy_s", *FIGURES)},
     }
 
 
@@ -143,7 +153,7 @@ def open_cost(usage: TenantUsage, since: str, until: str) -> dict[str, Any]:
 
 
 def _custom_cost(line: UsageLine) -> dict[str, Any]:
-    cost, hours = line.cost or 0.0, line.busy_s / HOUR_S
+    cost, hours = line.cost or 0.0, line.used.busy_s / HOUR_S
     identity = (line.day, line.model, _tenant(line), line.priority, line.adapter, line.executor_class)
     return {
         "id": "/".join(identity),
@@ -158,7 +168,7 @@ def _custom_cost(line: UsageLine) -> dict[str, Any]:
         "listUnitPrice": cost / hours if line.cost is not None and hours else 0.0,
         "usageQuantity": hours,
         "usageUnit": "Hours",
-        "labels": _labels(line) | {name: f"{getattr(line, name):g}" for name in FIGURES},
+        "labels": _labels(line) | {name: f"{getattr(line.used, name):g}" for name in FIGURES},
         "extendedAttributes": {
             "subAccountId": _tenant(line),
             "subAccountName": _tenant(line),
@@ -182,10 +192,6 @@ def _tenant(line: UsageLine) -> str:
     return "(system)" if line.is_system else line.tenant
 
 
-def _amount(cost: float | None) -> str:
-    return "-" if cost is None else f"{cost:.4f}"
-
-
 def _period(day: str) -> tuple[str, str]:
     """Returns the beginning of a day and of the next one, as FOCUS and protobuf write times."""
     begin = datetime.date.fromisoformat(day)
@@ -201,7 +207,7 @@ def _time(day: datetime.date) -> str:
     return f"{day.isoformat()}T00:00:00Z"
 
 
-_EMPTY = UsageLine("1970-01-01", "", "", "", "", "", False, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0, None)
+_EMPTY = UsageLine("1970-01-01", "", "", "", "", "", False, Resources(0.0, 0.0, 0.0, 0, 0, 0, 0, 0), None)
 
 
 def _day(name: str, text: str | None) -> str:

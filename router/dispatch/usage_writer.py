@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 
 from inflight.common.errors import RequestError
+from inflight.common.time_of_day import day_text
 from inflight.router.dispatch.retry_queue import LEDGER_RETRY_S
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.ledger.ledger import Ledger
@@ -31,6 +32,8 @@ class UsageWriter:
         self._waiting: dict[tuple[str, int], dict[Account, AccountUsage]] = {}
         self._wake = asyncio.Event()
         self._has_warned = False
+        # Days that this router has booked on.
+        self._days: set[int] = set()
 
     def add(self, usage: ExecutorUsage) -> None:
         """Queues what accounts have used of an executor."""
@@ -58,10 +61,16 @@ class UsageWriter:
                 log.debug("usage of %s cannot be booked yet: %s", key[0], error)  # the ledger logs its outage
                 self._waiting[key] = totals | self._waiting.get(key, {})
                 return False
-            self._take(outcome)
+            self._take(outcome, {account.day for account in totals})
         return True
 
-    def _take(self, outcome: ChargeOutcome) -> None:
+    def _take(self, outcome: ChargeOutcome, days: set[int]) -> None:
+        for day in sorted(outcome.first_days & self._days):
+            log.error(
+                "the ledger has lost the usage of %s: executors that run book theirs again, that of others is missing",
+                day_text(day),
+            )
+        self._days |= days
         if outcome.num_left_out and not self._has_warned:
             self._has_warned = True
             log.error("usage of %d accounts is not booked: the ledger has too many of one day", outcome.num_left_out)

@@ -295,10 +295,11 @@ def charge_args(usage: ExecutorUsage, totals: Iterable[AccountUsage]) -> list[Ar
 
 
 def parse_charge(raw: Sequence[Any], totals: Sequence[AccountUsage]) -> ChargeOutcome:
-    """Returns the outcome of charge.lua."""
-    num_left_out, added = raw
+    """Returns the outcome of charge.lua for accounts of one day."""
+    num_left_out, added, is_first = raw
+    first_days = frozenset({one.account.day for one in totals} if is_first else ())
     booked = tuple(AccountUsage(totals[int(at)].account, tuple(map(int, figures))) for at, figures in added)
-    return ChargeOutcome(booked, int(num_left_out))
+    return ChargeOutcome(booked, int(num_left_out), first_days)
 
 
 def verify_args(waiting: Iterable[Attempt]) -> list[Argument]:

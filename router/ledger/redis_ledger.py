@@ -279,7 +279,8 @@ class RedisLedger:
                 raw = await self._answer("charge", self._keys.usage(day), charge_args(usage, chunk))
                 outcomes.append(parse_charge(raw, chunk))
         added = tuple(one for outcome in outcomes for one in outcome.added)
-        return ChargeOutcome(added, sum(outcome.num_left_out for outcome in outcomes))
+        first_days = frozenset[int]().union(*(outcome.first_days for outcome in outcomes))
+        return ChargeOutcome(added, sum(outcome.num_left_out for outcome in outcomes), first_days)
 
     async def usage(self, day: int) -> list[AccountUsage]:
         found: dict[str, AccountUsage] = {}

@@ -286,11 +286,12 @@ class ExecutorUsage:
 
 @dataclass(frozen=True, slots=True)
 class ChargeOutcome:
-    """The result of a charge: what was added to the ledger's totals, and the number of accounts that it has no room
-    for."""
+    """The result of a charge: what was added to the ledger's totals, the number of accounts that it has no room for,
+    and the days of which it had no totals before."""
 
     added: tuple[AccountUsage, ...]
     num_left_out: int = 0
+    first_days: frozenset[int] = frozenset()
 
 
 # Results and events -----------------------------------------------------------------------------------------------

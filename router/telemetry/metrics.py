@@ -139,8 +139,7 @@ class RouterMetrics:
         name = SYSTEM_CLASS if account.is_system else CLASS_NAMES[account.priority_class]
         labels = (model, name, account.executor_class)
         for counter, figure, value in zip(self._usage, FIGURES, added.figures, strict=True):
-            if value:
-                counter.labels(*labels).inc(value / USAGE_COUNTERS[figure][2])
+            counter.labels(*labels).inc(value / USAGE_COUNTERS[figure][2])
 
     def ledger_called(self, call: LedgerCall) -> None:
         """Records a finished call of the ledger."""

@@ -162,7 +162,7 @@ async def test_router_that_dies_costs_no_usage(redis_url: str, pool: str) -> Non
 
 
 async def test_lost_redis_costs_no_usage_of_an_executor_that_lives(
-    redis_url: str, redis_admin_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, redis_admin_url: str, pool: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reporting, "REPEAT_S", 0.2)
     async with run_cluster(redis_url, pool) as cluster, Redis.from_url(redis_admin_url) as redis:
@@ -171,6 +171,7 @@ async def test_lost_redis_costs_no_usage_of_an_executor_that_lives(
         await redis.delete(*[key async for key in redis.scan_iter(f"*{{{pool}}}:usage:*")])
 
         assert await settled_lines(cluster.routers[0], cluster.executors) == before
+        assert "the ledger has lost the usage of" in caplog.text
 
 
 async def test_callers_see_their_own_tenant_and_operators_all(redis_url: str, pool: str, tmp_path: Path) -> None:

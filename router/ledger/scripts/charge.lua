@@ -4,7 +4,7 @@
 -- ARGV        [1] executor and generation  [2] milliseconds that the totals are kept  [3] the same of what is counted
 --             [4] most entries of [2]  then pairs: account, its packed figures (codec.py)
 -- returns     {entries that were left out because [2] is full, {{position of the account from 0, figures that were
---             added}, …}}, figures as text
+--             added}, …}, 1 if there were no totals of the day before}, figures as text
 -- complexity  O(1) for each account
 -- The figures of an executor's account only grow. [2] has the largest of each that was booked, so a call that is repeated
 -- or overtaken adds nothing, whichever router makes it. A sum may be too large for a number: it is kept in two parts.
@@ -51,6 +51,7 @@ end
 local function run()
   local totals, counted, source = KEYS[1], KEYS[2], ARGV[1] .. '\0'
   local num_entries, num_left_out, booked = redis.call('HLEN', counted), 0, {}
+  local is_first = redis.call('HLEN', totals) == 0
   for at = 5, #ARGV, 2 do
     local account, figures = ARGV[at], {struct.unpack(FIGURES, ARGV[at + 1])}
     local text = redis.call('HGET', counted, source .. account)
@@ -71,7 +72,7 @@ local function run()
   end
   redis.call('PEXPIRE', totals, ARGV[2])
   redis.call('PEXPIRE', counted, ARGV[3])
-  return {num_left_out, booked}
+  return {num_left_out, booked, is_first and 1 or 0}
 end
 
 outside_script('charge', run)

@@ -192,6 +192,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
         tensor_parallel_size=settings.tensor_parallel_size,
         state_grid_tokens=0 if limits.states is None else limits.states.grid_tokens,
         pooling=pooling_proto(loaded.model.pooling),
+        executor_class=settings.executor_class or loaded.model.device.type,
     )
     targets = InterTokenTargets(
         settings.inter_token_target_interactive_ms,

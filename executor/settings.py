@@ -39,6 +39,11 @@ class ExecutorSettings(ProcessSettings):
     executor_id: str = Field(
         "", description="executor's name, unique among those of a model; empty: host name, port and a random number"
     )
+    executor_class: str = Field(
+        "",
+        max_length=64,
+        description="class of the executor in usage and prices, such as h200; empty: cuda or cpu, what it computes on",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="device that runs the model; auto: the GPU if torch finds one"
     )

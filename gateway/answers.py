@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
 from inflight.catalogue import Model
@@ -103,7 +103,7 @@ class Chunks:
 
     def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
         """Returns the token counts, which are sent last if requested."""
-        return self._chunk([]) | {"usage": usage_of(usages)}
+        return self._chunk([]) | {"usage": usage_of(self.api_request, usages)}
 
     def with_running_usage(
         self, chunk: dict[str, Any], prompt_tokens: Sequence[int], output_tokens: int
@@ -159,7 +159,7 @@ def whole_answer(
         "created": answer.created,
         "model": api_request.model,
         "choices": [_whole_choice(api_request, index, choice) for index, choice in enumerate(choices)],
-        "usage": usage_of(usages),
+        "usage": usage_of(api_request, usages),
         **_not_enforced(accepted),
     }
     # As in vLLM: a chat has one prompt, a completion one for each choice.
@@ -238,7 +238,7 @@ def shown_usage(api_request: ApiRequest, usage: Usage) -> Usage:
     return replace(usage, output_tokens=0) if api_request.drops_output else usage
 
 
-def usage_of(usages: Sequence[Usage]) -> dict[str, Any]:
+def usage_of(api_request: ApiRequest, usages: Sequence[Usage]) -> dict[str, Any]:
     """Counts the tokens of all prompts, each of which counts once, and of all their choices."""
     prompt_tokens = sum(usage.prompt_tokens for usage in usages)
     output_tokens = sum(usage.output_tokens for usage in usages)
@@ -248,7 +248,16 @@ def usage_of(usages: Sequence[Usage]) -> dict[str, Any]:
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
         "completion_tokens_details": {"reasoning_tokens": sum(usage.reasoning_tokens for usage in usages)},
+        **({"resources": _resources_of(usages)} if api_request.includes_resources else {}),
     }
+
+
+def _resources_of(usages: Sequence[Usage]) -> dict[str, Any] | None:
+    """Returns what all prompts have used of executors together; None if that of one is not known."""
+    known = [asdict(usage.resources) for usage in usages if usage.resources is not None]
+    if len(known) < len(usages):
+        return None
+    return {name: sum(one[name] for one in known) for name in known[0]}
 
 
 def model_objects(model: Model, created: int) -> Iterator[dict[str, Any]]:

@@ -197,6 +197,7 @@ class Common(Body):
     inter_token_target_ms: Annotated[Integer, Field(ge=1, le=MAX_INTER_TOKEN_TARGET_MS)] | None = None
     max_drafts: Annotated[Integer, Field(ge=0, le=MAX_DRAFTS)] | None = None
     resume_ttl_s: Annotated[float, Field(ge=0, le=3600)] | None = None
+    include_resources: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | bool | None = None
@@ -211,6 +212,8 @@ class Common(Body):
         options = self.stream_options
         if options is not None and options.continuous_usage_stats and not options.include_usage:
             raise ValueError("stream_options.continuous_usage_stats: is allowed only with include_usage")
+        if self.include_resources and self.stream and (options is None or not options.include_usage):
+            raise ValueError("include_resources: is allowed with stream only with stream_options.include_usage")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs: is allowed only without stream")
         if self.stream_interval is not None and not self.stream:

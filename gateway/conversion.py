@@ -60,7 +60,8 @@ class ApiRequest:
     `num_top` is the number of likeliest tokens per position; None: no log probabilities. `num_prompt_top` is the same
     for vLLM's `prompt_logprobs`. With `echoes` the answer begins with the prompt. With `drops_output` it has only the
     prompt: the one token that the router generates at least is dropped. `reasoning_fields` are the fields of messages
-    with reasoning. `num_joined` messages after the first one are part of it.
+    with reasoning. `num_joined` messages after the first one are part of it. With `includes_resources` the usage says
+    what the request used of executors.
     """
 
     kind: Literal["chat", "completion"]
@@ -77,6 +78,7 @@ class ApiRequest:
     drops_output: bool = False
     reasoning_fields: tuple[ReasoningField, ...] = DEFAULT_REASONING_FIELDS
     num_joined: int = 0
+    includes_resources: bool = False
 
     @property
     def scores_prompts(self) -> bool:
@@ -176,7 +178,7 @@ def _api_request(
     num_top = output.top_logprobs if output.logprobs else None
     renamed |= _constraint_names(body)
     form = (n, bool(body.stream), include_usage, num_top, is_running, renamed, body.prompt_logprobs)
-    return ApiRequest(kind, body.model, tuple(requests), *form)
+    return ApiRequest(kind, body.model, tuple(requests), *form, includes_resources=bool(body.include_resources))
 
 
 def _check_count(num_choices: int, defaults: Defaults) -> None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         Prompt,
         Queued,
         ReasoningPart,
+        Resources,
         Resumed,
         Started,
         Timing,
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
         SequenceOnExecutor,
         Statistics,
         TenantQueue,
+        TenantUsage,
+        UsageLine,
     )
     from inflight.sync import Client
     from inflight.sync_stream import Stream
@@ -103,6 +106,7 @@ __all__ = [
     "ReasoningPart",
     "RequestStanding",
     "RequestState",
+    "Resources",
     "Resumed",
     "Score",
     "SequenceOnExecutor",
@@ -110,12 +114,14 @@ __all__ = [
     "Statistics",
     "Stream",
     "TenantQueue",
+    "TenantUsage",
     "Timing",
     "ToolCall",
     "ToolCallPart",
     "UnenforcedFunction",
     "UnusedExecutor",
     "Usage",
+    "UsageLine",
     "VariantCapacity",
 ]
 

@@ -177,13 +177,30 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Resources:
+    """What a request has used of executors: its share of the time in which they computed, the time with a seat, the
+    time with KV blocks times their number, and tokens. `recomputed_tokens` were computed again after a preemption or a
+    failure, `wasted_draft_tokens` were drafted and not accepted."""
+
+    busy_s: float
+    seat_s: float
+    block_s: float
+    computed_prompt_tokens: int
+    cached_prompt_tokens: int
+    output_tokens: int
+    wasted_draft_tokens: int
+    recomputed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts."""
+    """Token counts. `resources` is None if no executor reported them; comparisons ignore it."""
 
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
     reasoning_tokens: int
+    resources: Resources | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,7 +544,22 @@ def _logprob(wire: types_pb2.TokenLogprob) -> Logprob:
 
 
 def _usage(wire: types_pb2.Usage) -> Usage:
-    return Usage(wire.prompt_tokens, wire.cached_tokens, wire.output_tokens, wire.reasoning_tokens)
+    resources = decode_resources(wire.resources) if wire.HasField("resources") else None
+    return Usage(wire.prompt_tokens, wire.cached_tokens, wire.output_tokens, wire.reasoning_tokens, resources)
+
+
+def decode_resources(wire: types_pb2.ResourceUsage) -> Resources:
+    """Returns what was used, times in seconds."""
+    return Resources(
+        wire.busy_ns / 1e9,
+        wire.seat_us / 1e6,
+        wire.block_ms / 1e3,
+        wire.computed_prompt_tokens,
+        wire.cached_prompt_tokens,
+        wire.output_tokens,
+        wire.wasted_draft_tokens,
+        wire.recomputed_tokens,
+    )
 
 
 def _timing(wire: types_pb2.Timing) -> Timing:

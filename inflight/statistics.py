@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from google.protobuf import json_format
 
 from inflight.catalogue import ExecutorCapacity, decode_executor, enum_name
+from inflight.events import Resources, decode_resources
 from inflight.notebook import html
 from inflight.v1 import inference_pb2, stats_pb2, types_pb2
 
@@ -246,3 +247,46 @@ def _latency(wire: inference_pb2.ModelLatency) -> ModelLatency:
 
 def _time(milliseconds: int) -> datetime:
     return datetime.fromtimestamp(milliseconds / 1000, UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class UsageLine:
+    """What a tenant used of a model on a day (UTC), in a class, with an adapter, on a class of executors. `is_system`:
+    what no tenant is charged for. `cost` is None without a price."""
+
+    day: str
+    model: str
+    tenant: str
+    priority: str
+    adapter: str
+    executor_class: str
+    is_system: bool
+    used: Resources
+    cost: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """The lines, ordered, and the currency of their costs (ISO 4217)."""
+
+    lines: tuple[UsageLine, ...]
+    currency: str
+
+
+def decode_usage(response: inference_pb2.GetUsageResponse) -> TenantUsage:
+    """Returns the usage in a response."""
+    return TenantUsage(tuple(_line(line) for line in response.lines), response.currency)
+
+
+def _line(line: inference_pb2.UsageLine) -> UsageLine:
+    return UsageLine(
+        day=line.day,
+        model=line.model,
+        tenant=line.tenant,
+        priority="" if line.is_system else enum_name(types_pb2.PriorityClass, line.priority, "PRIORITY_CLASS_"),
+        adapter=line.adapter,
+        executor_class=line.executor_class,
+        is_system=line.is_system,
+        used=decode_resources(line.used),
+        cost=line.cost if line.HasField("cost") else None,
+    )

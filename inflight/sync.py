@@ -46,7 +46,7 @@ from inflight.embeddings.calls import (
 )
 from inflight.events import Completion, Logprob
 from inflight.recovery import Recovery, RecoveryPolicy, new_idempotency_key
-from inflight.statistics import Statistics, decode_stats, stats_request
+from inflight.statistics import Statistics, TenantUsage, decode_stats, decode_usage, stats_request
 from inflight.sync_connection import CALL_FAILURES, Connection, StreamCalls
 from inflight.sync_stream import Stream
 from inflight.v1 import inference_pb2
@@ -370,6 +370,14 @@ class Client:
     def capacity(self, *, model: str = "", timeout: float = UNARY_TIMEOUT_S) -> Capacity:
         """Returns the utilization of every executor, and the queues."""
         return decode_capacity(self._unary("GetCapacity", inference_pb2.GetCapacityRequest(model=model), timeout))
+
+    def usage(
+        self, *, since: str = "", until: str = "", model: str = "", tenant: str = "", timeout: float = UNARY_TIMEOUT_S
+    ) -> TenantUsage:
+        """Returns what tenants have used, by day. `since` and `until` are days of UTC, YYYY-MM-DD, both included;
+        empty: today. An operator sees every tenant, any other caller its own."""
+        request = inference_pb2.GetUsageRequest(model=model, since=since, until=until, tenant=tenant)
+        return decode_usage(self._unary("GetUsage", request, timeout))
 
     def stats(
         self,

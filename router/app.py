@@ -102,7 +102,8 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
     ledgers = Ledgers(settings.redis_url.get_secret_value(), router_id, ledger_settings_of(settings), ledger_called)
     tokens = resume_tokens(settings, ledgers.learn_secret)
     models = [
-        ModelPool(name, text, _dispatcher(name, ledgers, settings, tokens), observers) for name, text in texts.items()
+        ModelPool(name, text, _dispatcher(name, ledgers, settings, tokens, metrics), observers)
+        for name, text in texts.items()
     ]
     variants, breached = (lambda: tenants.config.variants), metrics.breaches.inc
     max_output_delay_s = settings.max_output_delay_ms / 1000
@@ -162,7 +163,9 @@ def resume_tokens(settings: RouterSettings, learn: Learn) -> ResumeTokens:
     return ResumeTokens(None if secret is None else secret.get_secret_value().encode(), learn)
 
 
-def _dispatcher(model: str, ledgers: Ledgers, settings: RouterSettings, tokens: ResumeTokens) -> Dispatcher:
+def _dispatcher(
+    model: str, ledgers: Ledgers, settings: RouterSettings, tokens: ResumeTokens, metrics: RouterMetrics
+) -> Dispatcher:
     return Dispatcher(
         functools.partial(ledgers.open, model),
         settings.max_attempts,
@@ -170,6 +173,7 @@ def _dispatcher(model: str, ledgers: Ledgers, settings: RouterSettings, tokens: 
         settings.queue_event_interval_s,
         settings.resume_ttl_s,
         tokens.check_again,
+        functools.partial(metrics.charged, model),
     )
 
 

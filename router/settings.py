@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -14,6 +16,13 @@ from inflight.router.ledger.redis_url import parse_redis_url
 
 # A token can be tried against guessed secrets without asking a router.
 MIN_SECRET_CHARACTERS = 32
+
+
+def _is_price(text: str) -> bool:
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False
 
 
 class RouterSettings(ProcessSettings):
@@ -86,6 +95,12 @@ class RouterSettings(ProcessSettings):
         None,
         description="TOML file with tenant limits and model variants; reloaded when it changes",
     )
+    executor_prices: tuple[str, ...] = Field(
+        (),
+        description="prices of an hour of busy time, comma-separated, each CLASS=PRICE, such as h200=3.50,cpu=0.08; "
+        "the classes are those of the executors' setting executor_class",
+    )
+    price_currency: str = Field("USD", description="currency of executor_prices, as in ISO 4217")
     max_prompt_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024, description="maximum size of a prompt in bytes"
     )
@@ -244,6 +259,22 @@ class RouterSettings(ProcessSettings):
         for address in addresses:
             check_address(address)
         return addresses
+
+    @field_validator("executor_prices")
+    @classmethod
+    def _check_prices(cls, prices: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in prices:
+            name, _, price = entry.partition("=")
+            if not (name and _is_price(price)):
+                raise ValueError(f"{entry!r} must be CLASS=PRICE, a price from 0 on, such as h200=3.50")
+        return prices
+
+    @field_validator("price_currency")
+    @classmethod
+    def _check_currency(cls, currency: str) -> str:
+        if not re.fullmatch(r"[A-Z]{3}", currency):
+            raise ValueError("must be three capitals, such as EUR")
+        return currency
 
     @model_validator(mode="after")
     def _check_tokens(self) -> Self:

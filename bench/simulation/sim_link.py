@@ -30,6 +30,9 @@ class _Events:
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
         self.dispatcher.on_report(link, report)
 
+    def on_usage(self, link: ExecutorLink, usage: executor_pb2.UsageReport) -> None:
+        self.dispatcher.on_usage(link, usage)
+
     def on_unlinked(self, link: ExecutorLink, streams: Any) -> None:
         self.dispatcher.on_unlinked(link, streams)
 

@@ -24,7 +24,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from inflight.common.time_of_day import unix_day
 from inflight.executor.device import is_lost
+from inflight.executor.engine.accounting import Accounting, AccountTotal
 from inflight.executor.engine.commands import (
     CancelCommand,
     Command,
@@ -71,6 +73,7 @@ class Engine:
         prefill_budget: PrefillBudget | None = None,
         garbage_collection: GarbageCollection | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        today: Callable[[], int] = unix_day,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -84,6 +87,8 @@ class Engine:
         self._standby = StandbyDepth(scheduler.limits.num_standby_sequences)
         self._garbage_collection = garbage_collection
         self._clock = clock
+        self._today = today
+        self.accounting = Accounting()
         self._parts = LoopParts(clock)
         # Steps since the start. Only the engine's thread writes it.
         self.num_steps = 0
@@ -142,6 +147,7 @@ class Engine:
         plan = self._plan()
         output.finished.extend(self._log_errors(self._scheduler.take_finished()))
         output.preempted, output.boarded = plan.preempted, plan.boarded
+        self.accounting.plan(plan, self._now_ns())
         self._parts.end(LoopPart.PLAN)
         num_ahead = 0
         if plan.sequences:
@@ -229,6 +235,19 @@ class Engine:
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)
 
+    def _now_ns(self) -> int:
+        return int(self._clock() * 1e9)
+
+    def _close_accounts(self, finished: Iterable[FinishEvent]) -> tuple[AccountTotal, ...]:
+        """Closes the accounts of sequences that have ended. Returns the totals if they are due or the engine is
+        idle."""
+        now_ns = self._now_ns()
+        for event in finished:
+            self.accounting.end(event.sequence, now_ns)
+        if self._scheduler.is_idle or self.accounting.is_due(now_ns):
+            return self.accounting.take(now_ns, self._today())
+        return ()
+
     def _publish_answers(self, output: EngineOutput) -> None:
         self._standby.ended(len(output.finished), self._clock())
         self._held.add(output.accepted)
@@ -237,6 +256,7 @@ class Engine:
         self._held.remove(output.finished)
         if output.accepted or output.rejected or output.preempted or output.boarded or output.finished:
             output.status = self._status()
+            output.usage = self._close_accounts(output.finished)
         if output.status is not None or output.sequences is not None:
             self._publish(output)
 
@@ -271,6 +291,7 @@ class Engine:
     def _retire(self, plan: StepPlan, load: StepLoad, counts: PlanCounts, step: PendingStep) -> None:
         """Reads the tokens of a step and publishes its outcome."""
         outcome, times = self._outcome(plan, load, step)
+        self.accounting.charge(plan, outcome.tokens, round(times.busy_s * 1e9))
         self.num_steps += 1
         self._num_output_tokens += len(outcome.tokens)
         if outcome.finished:
@@ -286,6 +307,7 @@ class Engine:
                 finished=list(outcome.finished),
                 status=status,
                 record=step_record(self.num_steps, counts, outcome, times, self._parts, status),
+                usage=self._close_accounts(outcome.finished),
             )
         )
         self._parts.end(LoopPart.PUBLISH)

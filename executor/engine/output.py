@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from inflight.executor.engine.accounting import AccountTotal
 from inflight.executor.engine.timing import LoopParts
 from inflight.executor.scheduler.admission import Refusal
 from inflight.executor.scheduler.seat_view import Seating, SequencePhase, SequenceSnapshot
@@ -115,7 +116,8 @@ class EngineOutput:
     """Results of one iteration, in this order: acceptances, preemptions, boardings, log probabilities of prompts,
     tokens, ends.
 
-    `record` describes the step that was retired. `sequences` lists the held sequences if they were requested.
+    `record` describes the step that was retired. `sequences` lists the held sequences if they were requested. `usage`
+    has the accounts that have changed, about once a second.
     """
 
     step: int
@@ -129,6 +131,7 @@ class EngineOutput:
     status: EngineStatus | None = None
     record: StepRecord | None = None
     sequences: tuple[SequenceSnapshot, ...] | None = None
+    usage: tuple[AccountTotal, ...] = ()
 
 
 def step_record(

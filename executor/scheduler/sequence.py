@@ -154,6 +154,32 @@ class StateLoad(NamedTuple):
     position: int
 
 
+@dataclass(slots=True)
+class Resources:
+    """What a sequence or an account has used; `inflight.executor.engine.accounting` counts it. The fields are those of
+    the protocol's `ResourceUsage`, times in nanoseconds."""
+
+    busy_ns: int = 0
+    seat_ns: int = 0
+    block_ns: int = 0
+    computed_prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    wasted_draft_tokens: int = 0
+    recomputed_tokens: int = 0
+
+    def add(self, other: Resources) -> None:
+        """Adds what another one has used."""
+        self.busy_ns += other.busy_ns
+        self.seat_ns += other.seat_ns
+        self.block_ns += other.block_ns
+        self.computed_prompt_tokens += other.computed_prompt_tokens
+        self.cached_prompt_tokens += other.cached_prompt_tokens
+        self.output_tokens += other.output_tokens
+        self.wasted_draft_tokens += other.wasted_draft_tokens
+        self.recomputed_tokens += other.recomputed_tokens
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A sequence that waits or runs.
@@ -197,6 +223,8 @@ class Sequence:
 
     With `pooled` it yields no token: it leaves its seat with the step that computes the last of its prompt, and ends
     when that step retires.
+
+    `tenant` and `adapter_name` are what it is charged to. `used` is what it has used, None until it has ended.
     """
 
     request_id: str
@@ -248,6 +276,9 @@ class Sequence:
     adapter_hash: bytes = b""
     adapter_slot: int | None = None
     pooled: PooledOutput | None = None
+    tenant: str = ""
+    adapter_name: str = ""
+    used: Resources | None = None
 
     @property
     def is_ready(self) -> bool:

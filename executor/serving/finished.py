@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import dataclass, field
 
-from inflight.executor.scheduler.sequence import FinishReason, TokenLogprobs
+from inflight.executor.scheduler.sequence import FinishReason, Resources, TokenLogprobs
 from inflight.v1 import executor_pb2
 
 # A hundred ends per second for nearly three minutes. More occur only in a storm of cancels, to which no router
@@ -69,6 +69,7 @@ class Ended:
     prompt_logprobs: ReadOnlyList[TokenLogprobs] = ()
     constraint_unfinished: bool = False
     pooled: array[float] = field(default_factory=lambda: array("f"))
+    used: Resources | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -81,6 +81,7 @@ class PlacedSequence:
             prompt_logprobs=self.sequence.prompt_logprobs[: self.num_scored],
             constraint_unfinished=event.constraint_unfinished,
             pooled=event.pooled,
+            used=self.sequence.used,
         )
 
 

@@ -30,6 +30,7 @@ from inflight.common.protocol import (
 from inflight.executor.scheduler.admission import Refusal
 from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, Sequence, TokenLogprobs
 from inflight.executor.serving.finished import Ended
+from inflight.executor.serving.usage import used_proto
 from inflight.v1 import executor_pb2, types_pb2
 
 FINISH_REASON_PROTO: dict[FinishReason, types_pb2.FinishReason] = {
@@ -175,6 +176,11 @@ class Session:
         self._control.report.CopyFrom(report)
         self._wake.set()
 
+    def charge(self, usage: executor_pb2.UsageReport) -> None:
+        """Sends what accounts have used. It replaces what has not been sent yet: the executor repeats it."""
+        self._control.usage.CopyFrom(usage)
+        self._wake.set()
+
     def preempt(self, sequence: Sequence) -> None:
         """Tells the router that a sequence was preempted."""
         self._preempted_slots[self._slots[sequence]] = None
@@ -234,6 +240,7 @@ class Session:
 
     def _end_slot(self, slot: int, end: FinishEvent | Ended) -> None:
         self._free(slot)
+        used = end.used if isinstance(end, Ended) else end.sequence.used
         self._step.finished.add(
             slot=slot,
             reason=FINISH_REASON_PROTO[end.reason],
@@ -241,6 +248,7 @@ class Session:
             error=end.error,
             constraint_unfinished=end.constraint_unfinished,
             pooled=end.pooled,
+            used=None if used is None else used_proto(used),
         )
         self._num_pooled += len(end.pooled)
         self._make_due()
@@ -312,7 +320,7 @@ class Session:
     def take(self) -> executor_pb2.ServeResponse | None:
         """Returns what can be sent now, if anything."""
         control = self._control
-        has_control = self._num_answers or control.HasField("report")
+        has_control = self._num_answers or control.HasField("report") or control.HasField("usage")
         # Waiting tokens leave with any other message: that costs less than a message of their own.
         may_send_step = self._has_step and (self._is_due or has_control) and self._may_send_step
         if not (may_send_step or has_control):

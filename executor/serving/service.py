@@ -34,6 +34,7 @@ from inflight.executor.serving.state_reuse import StateReuse
 from inflight.executor.serving.step_feed import StepWatch
 from inflight.executor.serving.submission import SubmissionError, SubmissionLimits, sequence_from_submit
 from inflight.executor.serving.tracing import trace_submit
+from inflight.executor.serving.usage import UsageReporter
 from inflight.v1 import executor_pb2, executor_pb2_grpc
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
             adapters.on_change = self._reporter.send_now
         self._rates = RecentRates()
         self._state_reuse = StateReuse()
+        self._usage = UsageReporter(time.monotonic)
         self.steps = StepWatch(identity.description, engine.list_sequences, lambda: self.has_work)
         # The newest status of the engine.
         self.status: EngineStatus | None = None
@@ -149,7 +151,9 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
 
     async def run(self) -> None:
         """Sends reports when they are due, until cancelled."""
-        await self._reporter.run()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._reporter.run(), name="reports of capacity")
+            tasks.create_task(self._usage.run(lambda: self._sessions), name="reports of usage")
 
     async def Describe(
         self, request: executor_pb2.DescribeRequest, context: grpc.aio.ServicerContext[object, object]
@@ -196,6 +200,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         """Ends every router's stream after its pending output, and waits at most `timeout_s` for that."""
         self._is_closing = True
         self.steps.close()
+        self._usage.send_all(self._sessions)
         for task in self._preparing.values():
             task.cancel()
         if self._grammars is not None:
@@ -406,6 +411,7 @@ class ExecutorService(executor_pb2_grpc.ExecutorServiceServicer):
         if output.finished and self._timer is None:
             self._expire()
         self.steps.take(output)
+        self._usage.take(output.usage)
         if output.status is not None:
             is_urgent = _changes_admission(output, self.status)
             self.status = output.status

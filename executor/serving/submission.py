@@ -124,6 +124,8 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         max_drafts=_max_drafts(submit, limits.max_drafts),
         adapter_hash=_adapter_hash(submit.adapter_hash, limits.num_adapter_slots),
         pooled=pooled,
+        tenant=_account_name(submit, "tenant"),
+        adapter_name=_account_name(submit, "adapter_name"),
     )
     if text := limits.unsupported(sequence):
         raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, text)
@@ -155,6 +157,13 @@ def _adapter_hash(digits: str, num_slots: int) -> bytes:
         text = "adapter_hash: this executor serves no adapters"
         raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, text)
     return bytes.fromhex(digits)
+
+
+def _account_name(submit: executor_pb2.Submit, field: Literal["tenant", "adapter_name"]) -> str:
+    name: str = getattr(submit, field)
+    if len(name) > MAX_REQUEST_ID_CHARACTERS or (name and not name.isprintable()):
+        raise _invalid(f"{field} must have at most {MAX_REQUEST_ID_CHARACTERS} printable characters")
+    return name
 
 
 def _max_drafts(submit: executor_pb2.Submit, most: int) -> int:

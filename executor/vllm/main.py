@@ -140,6 +140,7 @@ def identity(settings: ExecutorSettings, source: ModelSource, backend: Backend, 
         device=facts.device,
         tensor_parallel_size=facts.tensor_parallel_size,
         inexact_resume=INEXACT_RESUME,
+        executor_class=settings.executor_class or facts.device,
     )
     submission = SubmissionLimits(
         limits.context_length, facts.vocabulary_size, frozenset(end_ids), unsupported=unsupported

@@ -44,6 +44,7 @@ COMMANDS = (
     Command("status", "show executors and queues once", "inflight.cli.status:main"),
     Command("top", "show seats, KV blocks, queues and latencies live", "inflight.cli.top.main:main"),
     Command("stats", "print the statistics of `top` as JSON lines", "inflight.cli.top.main:stats"),
+    Command("usage", "print what tenants have used, with costs", "inflight.cli.usage:main"),
     Command("explain", "show the state of a request and why it waits", "inflight.cli.explain:main"),
     Command("cancel", "cancel a request by its id", "inflight.cli.cancel:main"),
     Command("key", "create an API key", "inflight.cli.deploy.key:main"),

@@ -31,7 +31,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("executor_id", "generation", "protocol_version", "model", "model_revision", "block_size", "total_blocks", "max_num_sequences", "num_standby_sequences", "max_num_tokens", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "batching", "backend", "dtype", "device", "scheduler_policy", "host_blocks", "kv_cache_dtype", "weight_dtype", "num_adapter_slots", "tensor_parallel_size", "state_grid_tokens", "inexact_resume", "pooling")
+    __slots__ = ("executor_id", "generation", "protocol_version", "model", "model_revision", "block_size", "total_blocks", "max_num_sequences", "num_standby_sequences", "max_num_tokens", "context_length", "vocabulary_size", "eos_token_ids", "default_sampling", "batching", "backend", "dtype", "device", "scheduler_policy", "host_blocks", "kv_cache_dtype", "weight_dtype", "num_adapter_slots", "tensor_parallel_size", "state_grid_tokens", "inexact_resume", "pooling", "executor_class")
     EXECUTOR_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class DescribeResponse(_message.Message):
     STATE_GRID_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INEXACT_RESUME_FIELD_NUMBER: _ClassVar[int]
     POOLING_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_CLASS_FIELD_NUMBER: _ClassVar[int]
     executor_id: str
     generation: int
     protocol_version: int
@@ -86,7 +87,8 @@ class DescribeResponse(_message.Message):
     state_grid_tokens: int
     inexact_resume: _containers.RepeatedScalarFieldContainer[str]
     pooling: _types_pb2.Pooling
-    def __init__(self, executor_id: _Optional[str] = ..., generation: _Optional[int] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., num_standby_sequences: _Optional[int] = ..., max_num_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., backend: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., scheduler_policy: _Optional[_Union[_types_pb2.SchedulerPolicy, str]] = ..., host_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_dtype: _Optional[str] = ..., num_adapter_slots: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., state_grid_tokens: _Optional[int] = ..., inexact_resume: _Optional[_Iterable[str]] = ..., pooling: _Optional[_Union[_types_pb2.Pooling, _Mapping]] = ...) -> None: ...
+    executor_class: str
+    def __init__(self, executor_id: _Optional[str] = ..., generation: _Optional[int] = ..., protocol_version: _Optional[int] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_num_sequences: _Optional[int] = ..., num_standby_sequences: _Optional[int] = ..., max_num_tokens: _Optional[int] = ..., context_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., batching: _Optional[_Union[_types_pb2.BatchingMode, str]] = ..., backend: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., scheduler_policy: _Optional[_Union[_types_pb2.SchedulerPolicy, str]] = ..., host_blocks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., weight_dtype: _Optional[str] = ..., num_adapter_slots: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., state_grid_tokens: _Optional[int] = ..., inexact_resume: _Optional[_Iterable[str]] = ..., pooling: _Optional[_Union[_types_pb2.Pooling, _Mapping]] = ..., executor_class: _Optional[str] = ...) -> None: ...
 
 class ServeRequest(_message.Message):
     __slots__ = ("hello", "submits", "cancels", "attaches", "ack", "refusal")
@@ -117,7 +119,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., generation: _Optional[int] = ..., max_unacked_steps: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs", "router_context", "traceparent", "constraint", "num_prompt_logprobs", "inter_token_target_ms", "max_drafts", "adapter_hash", "stream_interval", "pooled")
+    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs", "router_context", "traceparent", "constraint", "num_prompt_logprobs", "inter_token_target_ms", "max_drafts", "adapter_hash", "stream_interval", "pooled", "tenant", "adapter_name")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +142,8 @@ class Submit(_message.Message):
     ADAPTER_HASH_FIELD_NUMBER: _ClassVar[int]
     STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_NAME_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -162,7 +166,9 @@ class Submit(_message.Message):
     adapter_hash: str
     stream_interval: int
     pooled: PooledRequest
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., router_context: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., constraint: _Optional[_Union[GrammarConstraint, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., inter_token_target_ms: _Optional[int] = ..., max_drafts: _Optional[int] = ..., adapter_hash: _Optional[str] = ..., stream_interval: _Optional[int] = ..., pooled: _Optional[_Union[PooledRequest, _Mapping]] = ...) -> None: ...
+    tenant: str
+    adapter_name: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., router_context: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., constraint: _Optional[_Union[GrammarConstraint, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., inter_token_target_ms: _Optional[int] = ..., max_drafts: _Optional[int] = ..., adapter_hash: _Optional[str] = ..., stream_interval: _Optional[int] = ..., pooled: _Optional[_Union[PooledRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., adapter_name: _Optional[str] = ...) -> None: ...
 
 class PooledRequest(_message.Message):
     __slots__ = ("dimensions",)
@@ -205,20 +211,44 @@ class Ack(_message.Message):
     def __init__(self, frame: _Optional[int] = ...) -> None: ...
 
 class ServeResponse(_message.Message):
-    __slots__ = ("generation", "accepted", "rejected", "step", "report", "attached")
+    __slots__ = ("generation", "accepted", "rejected", "step", "report", "attached", "usage")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
     generation: int
     accepted: _containers.RepeatedCompositeFieldContainer[SequenceAccepted]
     rejected: _containers.RepeatedCompositeFieldContainer[SequenceRejected]
     step: StepFrame
     report: Report
     attached: _containers.RepeatedCompositeFieldContainer[SequenceAttached]
-    def __init__(self, generation: _Optional[int] = ..., accepted: _Optional[_Iterable[_Union[SequenceAccepted, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[SequenceRejected, _Mapping]]] = ..., step: _Optional[_Union[StepFrame, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., attached: _Optional[_Iterable[_Union[SequenceAttached, _Mapping]]] = ...) -> None: ...
+    usage: UsageReport
+    def __init__(self, generation: _Optional[int] = ..., accepted: _Optional[_Iterable[_Union[SequenceAccepted, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[SequenceRejected, _Mapping]]] = ..., step: _Optional[_Union[StepFrame, _Mapping]] = ..., report: _Optional[_Union[Report, _Mapping]] = ..., attached: _Optional[_Iterable[_Union[SequenceAttached, _Mapping]]] = ..., usage: _Optional[_Union[UsageReport, _Mapping]] = ...) -> None: ...
+
+class UsageReport(_message.Message):
+    __slots__ = ("accounts",)
+    ACCOUNTS_FIELD_NUMBER: _ClassVar[int]
+    accounts: _containers.RepeatedCompositeFieldContainer[AccountUsage]
+    def __init__(self, accounts: _Optional[_Iterable[_Union[AccountUsage, _Mapping]]] = ...) -> None: ...
+
+class AccountUsage(_message.Message):
+    __slots__ = ("day", "tenant", "priority", "adapter_name", "is_system", "used")
+    DAY_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_NAME_FIELD_NUMBER: _ClassVar[int]
+    IS_SYSTEM_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    day: int
+    tenant: str
+    priority: _types_pb2.PriorityClass
+    adapter_name: str
+    is_system: bool
+    used: _types_pb2.ResourceUsage
+    def __init__(self, day: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., adapter_name: _Optional[str] = ..., is_system: _Optional[bool] = ..., used: _Optional[_Union[_types_pb2.ResourceUsage, _Mapping]] = ...) -> None: ...
 
 class SequenceAttached(_message.Message):
     __slots__ = ("request_id", "attempt", "slots", "submit", "started", "cached_tokens")
@@ -293,20 +323,22 @@ class SequenceStarted(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceFinished(_message.Message):
-    __slots__ = ("slot", "reason", "stop_token_id", "error", "constraint_unfinished", "pooled")
+    __slots__ = ("slot", "reason", "stop_token_id", "error", "constraint_unfinished", "pooled", "used")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINT_UNFINISHED_FIELD_NUMBER: _ClassVar[int]
     POOLED_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
     slot: int
     reason: _types_pb2.FinishReason
     stop_token_id: int
     error: str
     constraint_unfinished: bool
     pooled: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., constraint_unfinished: _Optional[bool] = ..., pooled: _Optional[_Iterable[float]] = ...) -> None: ...
+    used: _types_pb2.ResourceUsage
+    def __init__(self, slot: _Optional[int] = ..., reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error: _Optional[str] = ..., constraint_unfinished: _Optional[bool] = ..., pooled: _Optional[_Iterable[float]] = ..., used: _Optional[_Union[_types_pb2.ResourceUsage, _Mapping]] = ...) -> None: ...
 
 class SequencePromptLogprobs(_message.Message):
     __slots__ = ("slot", "position", "values")

@@ -920,3 +920,45 @@ class GetStatsResponse(_message.Message):
     queues: _containers.RepeatedCompositeFieldContainer[TenantQueue]
     latencies: _containers.RepeatedCompositeFieldContainer[ModelLatency]
     def __init__(self, router_id: _Optional[str] = ..., timestamp_ms: _Optional[int] = ..., executors: _Optional[_Iterable[_Union[ExecutorStats, _Mapping]]] = ..., queues: _Optional[_Iterable[_Union[TenantQueue, _Mapping]]] = ..., latencies: _Optional[_Iterable[_Union[ModelLatency, _Mapping]]] = ...) -> None: ...
+
+class GetUsageRequest(_message.Message):
+    __slots__ = ("model", "since", "until", "tenant")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    since: str
+    until: str
+    tenant: str
+    def __init__(self, model: _Optional[str] = ..., since: _Optional[str] = ..., until: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class UsageLine(_message.Message):
+    __slots__ = ("day", "model", "tenant", "priority", "adapter", "executor_class", "is_system", "used", "cost")
+    DAY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    EXECUTOR_CLASS_FIELD_NUMBER: _ClassVar[int]
+    IS_SYSTEM_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
+    day: str
+    model: str
+    tenant: str
+    priority: _types_pb2.PriorityClass
+    adapter: str
+    executor_class: str
+    is_system: bool
+    used: _types_pb2.ResourceUsage
+    cost: float
+    def __init__(self, day: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., adapter: _Optional[str] = ..., executor_class: _Optional[str] = ..., is_system: _Optional[bool] = ..., used: _Optional[_Union[_types_pb2.ResourceUsage, _Mapping]] = ..., cost: _Optional[float] = ...) -> None: ...
+
+class GetUsageResponse(_message.Message):
+    __slots__ = ("lines", "currency")
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    CURRENCY_FIELD_NUMBER: _ClassVar[int]
+    lines: _containers.RepeatedCompositeFieldContainer[UsageLine]
+    currency: str
+    def __init__(self, lines: _Optional[_Iterable[_Union[UsageLine, _Mapping]]] = ..., currency: _Optional[str] = ...) -> None: ...

@@ -94,6 +94,11 @@ class InferenceServiceStub:
                 request_serializer=inflight_dot_v1_dot_inference__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=inflight_dot_v1_dot_inference__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/inflight.v1.InferenceService/GetUsage',
+                request_serializer=inflight_dot_v1_dot_inference__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=inflight_dot_v1_dot_inference__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -197,6 +202,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """Returns what tenants have used, day by day. Operators see every tenant, other callers their own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -254,6 +266,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=inflight_dot_v1_dot_inference__pb2.GetStatsRequest.FromString,
                     response_serializer=inflight_dot_v1_dot_inference__pb2.GetStatsResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=inflight_dot_v1_dot_inference__pb2.GetUsageRequest.FromString,
+                    response_serializer=inflight_dot_v1_dot_inference__pb2.GetUsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -558,6 +575,33 @@ class InferenceService:
             '/inflight.v1.InferenceService/GetStats',
             inflight_dot_v1_dot_inference__pb2.GetStatsRequest.SerializeToString,
             inflight_dot_v1_dot_inference__pb2.GetStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inflight.v1.InferenceService/GetUsage',
+            inflight_dot_v1_dot_inference__pb2.GetUsageRequest.SerializeToString,
+            inflight_dot_v1_dot_inference__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

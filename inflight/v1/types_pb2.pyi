@@ -248,16 +248,38 @@ class PositionLogprobs(_message.Message):
     def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "reasoning_tokens")
+    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "resources")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESOURCES_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
     reasoning_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
+    resources: ResourceUsage
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., reasoning_tokens: _Optional[int] = ..., resources: _Optional[_Union[ResourceUsage, _Mapping]] = ...) -> None: ...
+
+class ResourceUsage(_message.Message):
+    __slots__ = ("busy_ns", "seat_us", "block_ms", "computed_prompt_tokens", "cached_prompt_tokens", "output_tokens", "wasted_draft_tokens", "recomputed_tokens")
+    BUSY_NS_FIELD_NUMBER: _ClassVar[int]
+    SEAT_US_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_MS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WASTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    busy_ns: int
+    seat_us: int
+    block_ms: int
+    computed_prompt_tokens: int
+    cached_prompt_tokens: int
+    output_tokens: int
+    wasted_draft_tokens: int
+    recomputed_tokens: int
+    def __init__(self, busy_ns: _Optional[int] = ..., seat_us: _Optional[int] = ..., block_ms: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., wasted_draft_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
     __slots__ = ("queue", "prefill", "time_to_first_token", "decode", "migrations")

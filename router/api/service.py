@@ -59,6 +59,7 @@ from inflight.router.request.validation import validate_detokenize, validate_tok
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.capacity import add_capacity, described_model, described_variants
 from inflight.router.stats.source import StatsSource
+from inflight.router.stats.usage import prices_of, usage_seen_by
 from inflight.router.stream.choices import AnyRelay, relay_of, run_all
 from inflight.router.stream.relay import EventWriter, Relay, TimedWriter, Write, grace_after
 from inflight.router.stream.request_stream import Reader, RequestStream
@@ -503,6 +504,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 if self._authenticator.identify(metadata_of(context)) != caller:
                     raise RequestError(Reason.UNAUTHENTICATED, "the caller's permissions have changed; call again")
                 await context.write(response)
+
+    async def GetUsage(
+        self, request: inference_pb2.GetUsageRequest, context: Context
+    ) -> inference_pb2.GetUsageResponse:
+        """Returns what the tenants that the caller may see have used."""
+        return await usage_seen_by(self._caller(context), request, self._pools, prices_of(self._settings))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,11 +23,13 @@ from inflight.router.dispatch.kept_states import KeptStates
 from inflight.router.dispatch.ledger_writer import LedgerWriter, checkpoint_names, ledger_report
 from inflight.router.dispatch.queue_updates import QueueWatch
 from inflight.router.dispatch.retry_queue import LEDGER_RETRY_S, RetryQueue
+from inflight.router.dispatch.usage_writer import UsageWriter, executor_usage
 from inflight.router.dispatch.waiting_audit import WaitingAudit
 from inflight.router.executors.link import Answer as LinkAnswer
 from inflight.router.executors.link import ExecutorLink, NotAttached, OnAnswer
 from inflight.router.ledger.ledger import Ledger, OnEvent
 from inflight.router.ledger.types import (
+    AccountUsage,
     Adopted,
     Attempt,
     CancelOutcome,
@@ -209,9 +211,11 @@ class Dispatcher:
         queue_event_interval_s: float = QUEUE_EVENT_INTERVAL_S,
         keep_ended_s: float = KEEP_ENDED_S,
         on_lapse: Callable[[], None] = lambda: None,
+        on_charged: Callable[[AccountUsage], None] = lambda added: None,
     ) -> None:
         self._ledger = open_ledger(self._on_ledger_event)
         self._writer = LedgerWriter(self._ledger, self._cancel_superseded)
+        self._usage = UsageWriter(self._ledger, on_charged)
         self._requests = LiveRequests(no_executor_grace_s)
         self._ended = EndedStreams(keep_ended_s)
         self._links: dict[str, ExecutorLink] = {}
@@ -266,6 +270,7 @@ class Dispatcher:
             async with self._tasks:
                 self._tasks.create_task(self._ledger.run(), name="ledger")
                 self._tasks.create_task(self._writer.run(), name="ledger writer")
+                self._tasks.create_task(self._usage.run(), name="usage writer")
                 self._tasks.create_task(self._queue_watch.run(), name="queue watch")
                 self._tasks.create_task(self._waiting_audit.run(), name="waiting audit")
                 self._tasks.create_task(self._waiting_audit.run_after_lapses(), name="waiting audit after a lapse")
@@ -273,8 +278,9 @@ class Dispatcher:
             self._has_stopped = True
 
     async def close(self) -> None:
-        """Settles the placements that have ended, if the ledger answers now."""
+        """Settles the placements that have ended, and books usage, if the ledger answers now."""
         await self._writer.settle_now()
+        await self._usage.charge_now()
         await self._ledger.aclose()
 
     # Calls of the service.
@@ -457,6 +463,10 @@ class Dispatcher:
         """Returns the current state of the ledger."""
         return await self._ledger.snapshot(max_tenant_queues)
 
+    async def usage(self, day: int) -> list[AccountUsage]:
+        """Returns what all accounts used of the model on a day, in days since 1970."""
+        return await self._ledger.usage(day)
+
     # Callbacks of links.
 
     def on_linked(self, link: ExecutorLink) -> None:
@@ -475,6 +485,10 @@ class Dispatcher:
         self._writer.report(ledger_report(link, report))
         if link.description.state_grid_tokens:
             self.kept_states.set(link.executor_id, checkpoint_names(report))
+
+    def on_usage(self, link: ExecutorLink, usage: executor_pb2.UsageReport) -> None:
+        """Queues what accounts have used of an executor, for the ledger."""
+        self._usage.add(executor_usage(link, usage))
 
     def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
         """Hands the requests of a lost executor back to the queue, with their output so far."""

@@ -297,6 +297,9 @@ class _PoolLinks:
         )
         self.pool.dispatcher.on_report(link, report)
 
+    def on_usage(self, link: ExecutorLink, usage: executor_pb2.UsageReport) -> None:
+        self.pool.dispatcher.on_usage(link, usage)
+
     def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
         self.events.executor_lost(link.executor_id, self.pool.name, len(streams))
         self.pool.dispatcher.on_unlinked(link, streams)

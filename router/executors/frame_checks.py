@@ -33,6 +33,10 @@ MAX_ADAPTERS = 4096
 # Twice as many as executors name.
 MAX_CHECKPOINT_NAMES = 1024
 MAX_STATE_GRID_TOKENS = 1 << 16
+# More accounts than an executor has, of two days.
+MAX_ACCOUNTS = 16_384
+# In the year 9999.
+MAX_DAY = 2_932_896
 # More rejections than an executor puts into one frame.
 MAX_ANSWERS = 2**16
 # More sequences than can board between two frames.
@@ -60,6 +64,8 @@ def check_description(description: executor_pb2.DescribeResponse) -> None:
     outside = [token_id for token_id in description.eos_token_ids if token_id >= description.vocabulary_size]
     if outside or len(description.eos_token_ids) > MAX_EOS_TOKEN_IDS:
         raise FrameError(f"eos_token_ids has {len(description.eos_token_ids)} ids, of which {outside[:8]} are unknown")
+    if description.executor_class:
+        _check_name("executor_class", description.executor_class)
     for name in ("model", "model_revision", "backend", "dtype", "device", "kv_cache_dtype", "weight_dtype"):
         if len(getattr(description, name)) > MAX_TEXT_CHARACTERS:
             raise FrameError(f"{name} has {len(getattr(description, name))} characters")
@@ -92,6 +98,8 @@ def check_frame(
         _check_step(response.step, slots, description.vocabulary_size)
     if response.HasField("report"):
         check_report(response.report, description)
+    if response.HasField("usage"):
+        _check_usage(response.usage)
 
 
 def check_report(report: executor_pb2.Report, description: executor_pb2.DescribeResponse) -> None:
@@ -116,6 +124,20 @@ def check_report(report: executor_pb2.Report, description: executor_pb2.Describe
         raise FrameError(f"it names {len(report.checkpoint_names)} checkpoints")
     _check_held(report)
     _check_adapters(report)
+
+
+def _check_usage(usage: executor_pb2.UsageReport) -> None:
+    if len(usage.accounts) > MAX_ACCOUNTS:
+        raise FrameError(f"it reports the usage of {len(usage.accounts)} accounts")
+    for one in usage.accounts:
+        for field, value in one.used.ListFields():
+            if value > MAX_COUNT:
+                raise FrameError(f"{field.name} of an account is {value}")
+        for name in (one.tenant, one.adapter_name):
+            if name:
+                _check_name("a name of an account", name)
+        if one.day > MAX_DAY:
+            raise FrameError(f"an account is of day {one.day}")
 
 
 def _check_held(report: executor_pb2.Report) -> None:

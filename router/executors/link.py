@@ -124,6 +124,10 @@ class LinkEvents(Protocol):
         """Receives the executor's newest report."""
         ...
 
+    def on_usage(self, link: ExecutorLink, usage: executor_pb2.UsageReport) -> None:
+        """Receives what accounts have used of the executor."""
+        ...
+
     def on_unlinked(self, link: ExecutorLink, streams: Sequence[RequestStream]) -> None:
         """Called once the stream has broken. The current placements of these requests are void. No call follows for
         this connection."""
@@ -443,6 +447,8 @@ class ExecutorLink:
             self.report = response.report
             if self._events is not None:
                 self._events.on_report(self, response.report)
+        if response.HasField("usage") and self._events is not None:
+            self._events.on_usage(self, response.usage)
         for accepted in response.accepted:
             self._accept(accepted)
         for rejected in response.rejected:
@@ -572,6 +578,8 @@ class ExecutorLink:
         self._mended.discard(key)
         if finished.pooled or finished.reason == types_pb2.FINISH_REASON_LENGTH:
             stream.pool(tuple(finished.pooled))
+        if finished.HasField("used"):
+            stream.add_used(finished.used)
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None
         is_draining = self.report is not None and self.report.draining
         ended = SequenceEnded(

@@ -16,11 +16,15 @@ from typing import Any, Generic, NamedTuple, ParamSpec
 from inflight.common.errors import Reason
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
+    FIGURES,
+    Account,
+    AccountUsage,
     Adopted,
     Attempt,
     Cancelled,
     CancelOutcome,
     CancelRequested,
+    ChargeOutcome,
     ClassQueue,
     Demand,
     Dropped,
@@ -30,6 +34,7 @@ from inflight.router.ledger.types import (
     EstimateAccuracy,
     ExecutorReport,
     ExecutorStanding,
+    ExecutorUsage,
     Explanation,
     HandBackDetails,
     HandBackRefusal,
@@ -51,6 +56,13 @@ from inflight.router.ledger.types import (
 )
 
 MAX_UINT32, MAX_UINT64 = 2**32 - 1, 2**64 - 1
+
+# Totals are kept for 90 days after the last of their day, and what is counted in them for longer than executors repeat
+# it. Accounts of a day and a pool, once for each executor and generation: some 20 MB.
+DAY_MS = 86_400_000
+USAGE_KEPT_MS = 91 * DAY_MS
+COUNTED_KEPT_MS = 4 * DAY_MS
+MAX_COUNTED = 100_000
 
 Argument = str | int | float | bytes
 
@@ -250,6 +262,45 @@ def report_args(report: ExecutorReport, settings: LedgerSettings) -> list[Argume
 def hand_back_args(request_id: str, attempt: int, max_attempts: int, details: HandBackDetails) -> list[Argument]:
     """Returns the arguments of hand_back.lua for one placement."""
     return HAND_BACK.of(_HandedBack(request_id, attempt, max_attempts, details))
+
+
+# The separator of an account's parts, none of which contains it.
+_PART = "\0"
+_SYSTEM = "system"
+
+
+def account_name(account: Account) -> str:
+    """Returns the name of an account among those of its day."""
+    kind = _SYSTEM if account.is_system else str(account.priority_class)
+    return _PART.join((kind, account.tenant, account.adapter, account.executor_class))
+
+
+def parse_account(day: int, name: str) -> Account:
+    """Returns the account with this name."""
+    kind, tenant, adapter, executor_class = name.split(_PART)
+    is_system = kind == _SYSTEM
+    return Account(day, tenant, 0 if is_system else int(kind), adapter, executor_class, is_system)
+
+
+def charge_args(usage: ExecutorUsage, totals: Iterable[AccountUsage]) -> list[Argument]:
+    """Returns the arguments of charge.lua for accounts of one day."""
+    args: list[Argument] = [
+        f"{usage.executor_id}{_PART}{usage.generation}",
+        USAGE_KEPT_MS,
+        COUNTED_KEPT_MS,
+        MAX_COUNTED,
+    ]
+    for one in totals:
+        args += [account_name(one.account), struct.pack(f"<{len(FIGURES)}d", *one.figures)]
+    return args
+
+
+def parse_charge(raw: Sequence[Any], totals: Sequence[AccountUsage]) -> ChargeOutcome:
+    """Returns the outcome of charge.lua for accounts of one day."""
+    num_left_out, added, is_first = raw
+    first_days = frozenset({one.account.day for one in totals} if is_first else ())
+    booked = tuple(AccountUsage(totals[int(at)].account, tuple(map(int, figures))) for at, figures in added)
+    return ChargeOutcome(booked, int(num_left_out), first_days)
 
 
 def verify_args(waiting: Iterable[Attempt]) -> list[Argument]:

@@ -38,6 +38,9 @@ the ledger's clock.
   with recurrent layers until when its state counts as kept
 - `adapters` (hash): executor with adapter slots → the hashes of the adapters that it serves, and which are resident
 - `checkpoints` (hash): executor with recurrent layers → the names of the prefixes whose state it keeps
+- `usage:<day>` (hash): tenant, class, adapter, class of executors → what was used on that day (`scripts/charge.lua`);
+  kept for 90 days, and not soft state: only executors that still run can repeat it
+- `usage:<day>:counted` (hash): executor, its generation, account → what is counted in the totals; kept for four days
 - `mailbox:<router>` (stream): events of the router's requests, about 10,000 entries
 
 Outside the pools there is `inflight:secret`, which all routers share (`inflight.router.ledger.ledgers`).
@@ -106,6 +109,11 @@ class PoolKeys:
     def mailbox(self, router_id: str) -> str:
         """Returns the key of the router's mailbox."""
         return self.key(f"mailbox:{router_id}")
+
+    def usage(self, day: int) -> list[str]:
+        """Returns the keys of the totals of a day, in days since 1970, and of what is counted in them."""
+        totals = self.key(f"usage:{day}")
+        return [totals, f"{totals}:counted"]
 
     def for_script(self, router_ids: tuple[str, ...]) -> list[str]:
         """Returns the KEYS of a script call that may write to the mailboxes of these routers."""

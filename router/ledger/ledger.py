@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, Unpack
 
 from inflight.router.ledger.types import (
+    AccountUsage,
     AdoptOutcome,
     Attempt,
     CancelOutcome,
+    ChargeOutcome,
     Demand,
     Ending,
     ExecutorReport,
+    ExecutorUsage,
     Explanation,
     HandBackDetails,
     HandBackOutcome,
@@ -115,6 +118,13 @@ class Ledger(Protocol):
     async def report_all(self, reports: Sequence[ExecutorReport]) -> list[ReportOutcome]:
         """Relays reports of several executors in one call. Returns their outcomes in the same order. Safe to repeat,
         from any router."""
+
+    async def charge(self, usage: ExecutorUsage) -> ChargeOutcome:
+        """Books what accounts have used of an executor. Safe to repeat, from any router, in any order: each figure is
+        the total since the executor's start, of which the ledger adds what it has not counted yet."""
+
+    async def usage(self, day: int) -> list[AccountUsage]:
+        """Returns what all accounts used on a day, in days since 1970."""
 
     async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:
         """Returns the state of the pool, with the queues of at most `max_tenant_queues` tenants."""

@@ -30,9 +30,12 @@ from inflight.router.ledger.codec import (
     CANCEL,
     Argument,
     Reply,
+    charge_args,
     hand_back_args,
+    parse_account,
     parse_adopt,
     parse_cancel,
+    parse_charge,
     parse_explain,
     parse_hand_back,
     parse_outcomes,
@@ -55,13 +58,16 @@ from inflight.router.ledger.ledger import OnEvent
 from inflight.router.ledger.mailbox import LedgerClock, Mailbox, OwnershipFilter
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import (
+    AccountUsage,
     AdoptOutcome,
     Attempt,
     CancelOutcome,
+    ChargeOutcome,
     Demand,
     Dropped,
     Ending,
     ExecutorReport,
+    ExecutorUsage,
     Explanation,
     HandBackDetails,
     HandBackOutcome,
@@ -84,6 +90,8 @@ T = TypeVar("T")
 MAX_ROUNDS = 64
 # A call with this many occupies Redis for about a millisecond.
 MAX_SETTLED_PER_CALL = 16
+MAX_CHARGED_PER_CALL = 64
+MAX_USAGE_PER_CALL = 256
 
 # Scripts that must not run after their caller has stopped waiting: by then another router may own the request, or the
 # client may have repeated it. An argument says until when the caller waits. In `submit` and `cancel` it precedes the
@@ -255,6 +263,36 @@ class RedisLedger:
         reply = await self._detached(self._repeat("snapshot", max_tenant_queues))
         return parse_snapshot(reply)
 
+    # Usage ------------------------------------------------------------------------------------------------------
+
+    async def charge(self, usage: ExecutorUsage) -> ChargeOutcome:
+        return await self._detached(self._charge(usage))
+
+    async def _charge(self, usage: ExecutorUsage) -> ChargeOutcome:
+        outcomes = []
+        by_day: dict[int, list[AccountUsage]] = {}
+        for one in usage.totals:
+            by_day.setdefault(one.account.day, []).append(one)
+        for day, totals in by_day.items():
+            for start in range(0, len(totals), MAX_CHARGED_PER_CALL):
+                chunk = totals[start : start + MAX_CHARGED_PER_CALL]
+                raw = await self._answer("charge", self._keys.usage(day), charge_args(usage, chunk))
+                outcomes.append(parse_charge(raw, chunk))
+        added = tuple(one for outcome in outcomes for one in outcome.added)
+        first_days = frozenset[int]().union(*(outcome.first_days for outcome in outcomes))
+        return ChargeOutcome(added, sum(outcome.num_left_out for outcome in outcomes), first_days)
+
+    async def usage(self, day: int) -> list[AccountUsage]:
+        found: dict[str, AccountUsage] = {}
+        cursor: Argument = 0
+        while True:
+            raw = await self._detached(self._answer("usage", self._keys.usage(day)[:1], [cursor, MAX_USAGE_PER_CALL]))
+            cursor, accounts = raw
+            for name, figures in accounts:
+                found[name] = AccountUsage(parse_account(day, name), tuple(map(int, figures)))
+            if cursor == "0":
+                return list(found.values())
+
     # Operations ------------------------------------------------------------------------------------------------
 
     async def _submit(self, demand: Demand) -> SubmitOutcome:
@@ -378,14 +416,24 @@ class RedisLedger:
     async def _call(self, operation: _Operation, name: str, args: Sequence[Argument]) -> Reply:
         """Calls a script once and delivers the events of its reply."""
         keys = self._keys.for_script(tuple(sorted(operation.mailboxes)))
-        call = self._calls.run(name, keys, [self.router_id, *args])
-        began, succeeded = time.monotonic(), False
         try:
-            reply = parse_reply(await answered(call, self._settings))
-            succeeded = True
+            reply = parse_reply(await self._answer(name, keys, [self.router_id, *args]))
         except RequestError as error:
             if not isinstance(error, NotSent):
                 self._missed_reply = True  # the reply may have had placements, or said that the lease has lapsed
+            raise
+        self._clock.observe(reply.now_ms)
+        operation.mailboxes.update(reply.missing)
+        self._deliver(operation, reply)
+        return reply
+
+    async def _answer(self, name: str, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        """Calls a script once and returns its raw reply."""
+        began, succeeded = time.monotonic(), False
+        try:
+            raw = await answered(self._calls.run(name, keys, args), self._settings)
+            succeeded = True
+        except RequestError as error:
             self._turns.missed()
             self._outage.failed(error.cause)
             raise
@@ -394,10 +442,7 @@ class RedisLedger:
             self._on_call(LedgerCall(name, ended, ended - began, succeeded))
         self._turns.heard()
         self._outage.answered()
-        self._clock.observe(reply.now_ms)
-        operation.mailboxes.update(reply.missing)
-        self._deliver(operation, reply)
-        return reply
+        return raw
 
     def _deliver(self, operation: _Operation, reply: Reply) -> None:
         has_lapsed = self._is_registered and reply.registered

@@ -244,6 +244,59 @@ class ExecutorReport:
     lists_all_checkpoints: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Who used what on a day, in days since 1970-01-01 UTC. `priority_class` is 0 and the tenant empty for the system,
+    which has what no tenant is charged for."""
+
+    day: int
+    tenant: str
+    priority_class: int
+    adapter: str
+    executor_class: str
+    is_system: bool = False
+
+
+FIGURES = (
+    "busy_ns",
+    "seat_us",
+    "block_ms",
+    "computed_prompt_tokens",
+    "cached_prompt_tokens",
+    "output_tokens",
+    "wasted_draft_tokens",
+    "recomputed_tokens",
+)
+"""The figures of an account, in the order in which the ledger has them: fields of the protocol's `ResourceUsage`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccountUsage:
+    """What an account has used: a figure for each of `FIGURES`."""
+
+    account: Account
+    figures: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorUsage:
+    """What accounts have used of one start of an executor since that start."""
+
+    executor_id: str
+    generation: int
+    totals: tuple[AccountUsage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChargeOutcome:
+    """The result of a charge: what was added to the ledger's totals, the number of accounts that it has no room for,
+    and the days of which it had no totals before."""
+
+    added: tuple[AccountUsage, ...]
+    num_left_out: int = 0
+    first_days: frozenset[int] = frozenset()
+
+
 # Results and events -----------------------------------------------------------------------------------------------
 
 

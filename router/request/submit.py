@@ -123,6 +123,8 @@ def new_submit(
         inter_token_target_ms=request.inter_token_target_ms if request.HasField("inter_token_target_ms") else None,
         max_drafts=request.max_drafts if request.HasField("max_drafts") else None,
         num_choices=1,
+        tenant=context.tenant,
+        adapter_name=context.adapter_id,
         num_top_logprobs=output.top_logprobs if wants_logprobs or context.hides_logprobs else None,
         num_prompt_logprobs=output.top_prompt_logprobs if wants_scores else None,
         # Tokens that wait would be computed behind a stop that the router finds.

@@ -23,7 +23,7 @@ from inflight.router.ledger.types import Queued
 from inflight.router.request.delivery import BEGINNING, ReadPosition
 from inflight.router.request.errors import output_lost
 from inflight.router.stream.relay import Relay, Write
-from inflight.router.stream.request_stream import Reader, RequestStream
+from inflight.router.stream.request_stream import Reader, RequestStream, sum_of_used
 from inflight.v1 import inference_pb2, types_pb2
 
 Result = TypeVar("Result")
@@ -191,6 +191,8 @@ class ChoicesRelay:
             output_tokens=sum(one.output_tokens for one in usages),
             reasoning_tokens=sum(one.reasoning_tokens for one in usages),
         )
+        if all(one.HasField("resources") for one in usages):
+            usage.resources.CopyFrom(sum_of_used(one.resources for one in usages))
         return inference_pb2.Done(usage=usage, timing=timing)
 
 

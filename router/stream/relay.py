@@ -524,6 +524,7 @@ class Relay:
             cached_tokens=self._stream.num_cached_tokens,
             output_tokens=self._text.num_tokens,
             reasoning_tokens=0 if self._reasoning is None else self._reasoning.num_tokens,
+            resources=self._stream.used,
         )
         await self._send(inference_pb2.StreamEvent(done=inference_pb2.Done(usage=usage, timing=self._timing())))
 

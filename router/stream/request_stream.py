@@ -12,13 +12,13 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import TypeVar
 
 from inflight.common.errors import Reason, RequestError
-from inflight.router.ledger.types import Demand, Ending, Placement, Queued, TakenOver
+from inflight.router.ledger.types import FIGURES, Demand, Ending, Placement, Queued, TakenOver
 from inflight.router.lifecycle.events import End, LifecycleState, ReaderEnded, RequeueReason, Submit
 from inflight.router.lifecycle.lifecycle import Lifecycle
 from inflight.router.request.delivery import Delivery
@@ -170,6 +170,8 @@ class RequestStream:
         self.pooled: Sequence[float] = ()
         self.num_cached_tokens = 0
         self.num_migrations = 0
+        # What its placements have used, as far as executors told this router; None: nothing yet.
+        self.used: types_pb2.ResourceUsage | None = None
         self.clock = Clock(arrived)
         # The request already ran when this router adopted it. The time of its first token is unknown, and this router
         # may not have received all output that the client already has.
@@ -407,6 +409,10 @@ class RequestStream:
         self._unreported |= ACCEPTED
         self._changed.set()
 
+    def add_used(self, used: types_pb2.ResourceUsage) -> None:
+        """Adds what a placement has used, which has ended."""
+        self.used = sum_of_used([used] if self.used is None else [self.used, used])
+
     def board(self, num_cached_tokens: int) -> None:
         """Records that the sequence boarded."""
         if self._reached < Reached.BOARDED:
@@ -584,6 +590,15 @@ class RequestStream:
         self._queued = None
         self._num_taken = max(self._num_taken, len(self.output_ids))
         return news
+
+
+def sum_of_used(parts: Iterable[types_pb2.ResourceUsage]) -> types_pb2.ResourceUsage:
+    """Returns what several placements or choices have used together."""
+    total = types_pb2.ResourceUsage()
+    for used in parts:
+        for name in FIGURES:
+            setattr(total, name, getattr(total, name) + getattr(used, name))
+    return total
 
 
 def unread_stream(request_id: str) -> RequestStream:

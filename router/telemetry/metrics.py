@@ -11,8 +11,8 @@ from collections.abc import Collection
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from inflight.common.errors import Reason
-from inflight.router.ledger.types import LedgerCall
-from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+from inflight.router.ledger.types import FIGURES, AccountUsage, LedgerCall
+from inflight.router.telemetry.events import CLASS_NAMES, PlacedAt, RequestEnd, RequestFacts
 
 # The value of gen_ai.provider.name.
 PROVIDER = "inflight"
@@ -29,6 +29,21 @@ INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, *PER_TOKEN_BUCKETS)
 WAIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 # A call takes some 100 µs and is given up after 2 s.
 REDIS_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+# Of each figure of an account: the counter, what it counts, and how many of the figure's unit are one of the counter's.
+USAGE_COUNTERS = {
+    "busy_ns": ("usage_busy_seconds", "Busy time of executors, shared by the tokens of each step.", 1e9),
+    "seat_us": ("usage_seat_seconds", "Time with a seat.", 1e6),
+    "block_ms": ("usage_block_seconds", "Time with KV blocks, per block.", 1e3),
+    "computed_prompt_tokens": ("usage_computed_prompt_tokens", "Prompt tokens that were computed.", 1),
+    "cached_prompt_tokens": ("usage_cached_prompt_tokens", "Prompt tokens from the prefix cache.", 1),
+    "output_tokens": ("usage_output_tokens", "Output tokens.", 1),
+    "wasted_draft_tokens": ("usage_wasted_draft_tokens", "Drafted tokens that were not accepted.", 1),
+    "recomputed_tokens": ("usage_recomputed_tokens", "Tokens that were computed again.", 1),
+}
+# The class of what no tenant is charged for.
+SYSTEM_CLASS = "system"
 
 
 class RouterMetrics:
@@ -88,6 +103,7 @@ class RouterMetrics:
         )
         self.redis_errors = self._counter("inflight_redis_errors", "Failed ledger calls to Redis.", ("script",))
         self.redis_up = Gauge("inflight_redis_up", "1 if the latest ledger call succeeded, else 0.", registry=registry)
+        self._usage = self._usage_counters()
         self._recorders: dict[tuple[str, str, str], _Measures] = {}
         per_model = (self.prompt_tokens, self.cached_tokens, self.output_tokens)
         for counter in (*per_model, self.extensions, self.resumed, self.incomplete):
@@ -98,6 +114,11 @@ class RouterMetrics:
         self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = GEN_AI_LABELS
     ) -> Histogram:
         return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
+
+    def _usage_counters(self) -> list[Counter]:
+        labels = ("model", "class", "executor_class")
+        counters = (USAGE_COUNTERS[figure] for figure in FIGURES)
+        return [self._counter(f"inflight_{name}", text, labels) for name, text, _ in counters]
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...]) -> Counter:
         return Counter(name, text, labels, registry=self._registry)
@@ -111,6 +132,14 @@ class RouterMetrics:
 
     def refused(self, model: str, priority_class: str, reason: Reason) -> None:
         self.refusals.labels(model, priority_class, reason.value).inc()
+
+    def charged(self, model: str, added: AccountUsage) -> None:
+        """Counts what this router has added to the ledger's totals."""
+        account = added.account
+        name = SYSTEM_CLASS if account.is_system else CLASS_NAMES[account.priority_class]
+        labels = (model, name, account.executor_class)
+        for counter, figure, value in zip(self._usage, FIGURES, added.figures, strict=True):
+            counter.labels(*labels).inc(value / USAGE_COUNTERS[figure][2])
 
     def ledger_called(self, call: LedgerCall) -> None:
         """Records a finished call of the ledger."""

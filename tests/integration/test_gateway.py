@@ -112,6 +112,26 @@ async def test_usage_so_far_is_in_each_chunk_where_it_is_asked_for(gateway: Runn
     assert {usage["prompt_tokens"] for usage in usages} == {2}
 
 
+async def test_usage_says_what_executors_spent_where_it_is_asked_for(client: openai.AsyncOpenAI, pool: str) -> None:
+    asked: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True, "include_resources": True}}
+    plain = await client.completions.create(model=pool, prompt=[1, 2], max_tokens=9, **GREEDY)
+    whole = await client.completions.create(model=pool, prompt=[[1, 2], [3]], n=2, max_tokens=9, **asked)
+    stream = await client.completions.create(
+        model=pool, prompt=[1, 2], max_tokens=9, stream=True, stream_options={"include_usage": True}, **asked
+    )
+    last = [chunk async for chunk in stream][-1]
+
+    assert plain.usage is not None
+    assert "resources" not in plain.usage.model_dump()
+    for usage, num_output in ((whole.usage, 36), (last.usage, 9)):
+        assert usage is not None
+        resources = usage.model_dump()["resources"]
+        assert resources["output_tokens"] == usage.completion_tokens == num_output
+        assert resources["seat_s"] > 0
+    with pytest.raises(openai.BadRequestError, match="include_resources"):
+        await client.completions.create(model=pool, prompt=[1, 2], max_tokens=9, stream=True, **asked)
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_disconnect_cancels_the_request_and_its_blocks_are_free(
     cluster: Cluster, gateway: RunningGateway, pool: str, is_stream: bool

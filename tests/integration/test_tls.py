@@ -81,6 +81,9 @@ class Observer:
     def on_report(self, link: ExecutorLink, report: executor_pb2.Report) -> None:
         self.seqs.put_nowait(report.seq)
 
+    def on_usage(self, link: ExecutorLink, usage: executor_pb2.UsageReport) -> None:
+        raise AssertionError("nothing was used")
+
 
 @asynccontextmanager
 async def executor_behind(

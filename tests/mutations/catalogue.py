@@ -424,4 +424,27 @@ SIMULATED = (
         ("tests/simulation/test_crash_schedules.py", *LIFE_CYCLE_TESTS),
     ),
 )
-MUTATIONS = (*SCHEDULER, *LEDGER, *LIFE_CYCLE, *STREAMS, *AUTHENTICATION, *SAMPLING, *SIMULATED)
+USAGE = (
+    Mutation(
+        "tokens that are computed again are charged to the tenant",
+        "executor/engine/accounting.py",
+        "used.busy_ns += part_ns * (length - num_again)",
+        "used.busy_ns += part_ns * length",
+        ("tests/unit/test_accounting.py", "tests/property/test_accounting_properties.py"),
+    ),
+    Mutation(
+        "what is left of a step by the division is charged to no account",
+        "executor/engine/accounting.py",
+        "part_ns, system_ns = divmod(busy_ns, max(1, plan.num_tokens))",
+        "part_ns, system_ns = busy_ns // max(1, plan.num_tokens), 0",
+        ("tests/unit/test_accounting.py", "tests/property/test_accounting_properties.py"),
+    ),
+    Mutation(
+        "a report of usage that is repeated counts again",
+        "router/ledger/scripts/charge.lua",
+        "added[i] = math.max(0, figures[i] - booked[i])",
+        "added[i] = figures[i]",
+        ("tests/unit/test_store_usage.py",),
+    ),
+)
+MUTATIONS = (*SCHEDULER, *LEDGER, *USAGE, *LIFE_CYCLE, *STREAMS, *AUTHENTICATION, *SAMPLING, *SIMULATED)

@@ -37,6 +37,7 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         self.ended = threading.Event()
         self.models = [inference_pb2.Model(name="smol", context_length=2048, has_chat_template=True, num_executors=1)]
         self.capacity = inference_pb2.GetCapacityResponse()
+        self.usage = inference_pb2.GetUsageResponse(currency="EUR")
         self.standing = inference_pb2.GetRequestResponse()
         # What `GetStats` says, one message after the other without a wait; then it stays silent.
         self.stats: list[inference_pb2.GetStatsResponse] = []
@@ -100,6 +101,12 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetCapacityRequest, context: grpc.ServicerContext
     ) -> inference_pb2.GetCapacityResponse:
         return self.capacity
+
+    def GetUsage(
+        self, request: inference_pb2.GetUsageRequest, context: grpc.ServicerContext
+    ) -> inference_pb2.GetUsageResponse:
+        self.requests.put(request)
+        return self.usage
 
     def GetStats(
         self, request: inference_pb2.GetStatsRequest, context: grpc.ServicerContext

@@ -21,11 +21,14 @@ from inflight.router.dispatch.pools import ModelPool, ModelPools
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.ledger.ledger import Ledger, OnEvent
 from inflight.router.ledger.types import (
+    AccountUsage,
     Attempt,
     CancelOutcome,
+    ChargeOutcome,
     Demand,
     Ending,
     ExecutorReport,
+    ExecutorUsage,
     Explanation,
     LedgerEvent,
     Placement,
@@ -128,6 +131,12 @@ class ScriptedLedger:
 
     async def find_forgotten(self, waiting: Sequence[Attempt]) -> frozenset[str]:
         return self.forgotten & {one.request_id for one in waiting}
+
+    async def charge(self, usage: ExecutorUsage) -> ChargeOutcome:
+        return ChargeOutcome(usage.totals)
+
+    async def usage(self, day: int) -> list[AccountUsage]:
+        return []
 
     async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:
         return Snapshot((), ())

@@ -60,13 +60,26 @@ local function called(run)
   return run()
 end
 
+local function use_arguments(keys, args)
+  KEYS, ARGV = keys, args
+  if not next then
+    redis, next, pairs, ipairs, unpack, tonumber, pcall, error, math, string, struct, cmsgpack = globals()
+  end
+end
+
+-- Registers a script that does not use the pool's keys: it has keys of its own, and its own form of reply.
+local function outside_script(name, run, flags)
+  local function call(keys, args)
+    use_arguments(keys, args)
+    return run()
+  end
+  register_function{function_name = 'inflight_' .. name .. '_' .. DIGEST, flags = flags, callback = call}
+end
+
 -- Registers a function of the library: a script.
 local function script(name, run, flags)
   local function call(keys, args)
-    KEYS, ARGV = keys, args
-    if not next then
-      redis, next, pairs, ipairs, unpack, tonumber, pcall, error, math, string, struct, cmsgpack = globals()
-    end
+    use_arguments(keys, args)
     local done, result = pcall(called, run)
     if done then
       return result

@@ -1,0 +1,95 @@
+"""`inflight usage`: the table, FOCUS's columns and OpenCost's custom costs."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+
+import pytest
+
+from inflight.cli.main import main
+from inflight.cli.usage import focus_csv, open_cost
+from inflight.statistics import decode_usage
+from inflight.v1 import inference_pb2, types_pb2
+from tests.unit.scripted_router import ScriptedRouter, asked
+
+# Columns that FOCUS 1.2 requires to be there, of those that do not depend on what a provider supports.
+MANDATORY = {
+    *("BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency", "BillingPeriodEnd"),
+    *("BillingPeriodStart", "ChargeCategory", "ChargeClass", "ChargeDescription", "ChargePeriodEnd"),
+    *("ChargePeriodStart", "ContractedCost", "EffectiveCost", "InvoiceIssuerName", "ListCost", "PricingQuantity"),
+    *("PricingUnit", "ProviderName", "PublisherName", "ServiceCategory", "ServiceName"),
+}
+HOUR_NS = 3_600_000_000_000
+LINES = (
+    inference_pb2.UsageLine(
+        day="2026-12-31",
+        model="smol",
+        tenant="search, team",
+        priority=types_pb2.PRIORITY_CLASS_BATCH,
+        adapter="style",
+        executor_class="h200",
+        used=types_pb2.ResourceUsage(busy_ns=2 * HOUR_NS, seat_us=5_000_000, output_tokens=1234),
+        cost=7.0,
+    ),
+    inference_pb2.UsageLine(
+        day="2026-12-31", model="smol", is_system=True, used=types_pb2.ResourceUsage(busy_ns=HOUR_NS // 2)
+    ),
+)
+RESPONSE = inference_pb2.GetUsageResponse(lines=LINES, currency="EUR")
+
+
+def test_table_has_lines_and_sums(output: Callable[..., str], router: ScriptedRouter) -> None:
+    router.usage = RESPONSE
+    shown = output("usage", "--since", "2026-12-01", "--until", "2026-12-31", "--tenant", "search, team")
+
+    (request,) = asked(router)
+    assert (request.since, request.until, request.tenant) == ("2026-12-01", "2026-12-31", "search, team")
+    rows = [row.split() for row in shown.splitlines()]
+    assert rows[1] == ["smol:style", "search,", "team", "batch", "7200.000", "5", "0", "0", "1234", "7.0000"]
+    assert rows[2] == ["smol", "(system)", "1800.000", "0", "0", "0", "0", "-"]
+    assert rows[3] == ["sum", "9000.000", "5", "0", "0", "1234", "7.0000"]
+
+
+def test_json_has_every_figure(output: Callable[..., str], router: ScriptedRouter) -> None:
+    router.usage = RESPONSE
+    first, second = json.loads(output("usage", "--json"))["lines"]
+    assert (first["used"]["busy_s"], first["used"]["output_tokens"], first["cost"]) == (7200.0, 1234, 7.0)
+    assert (second["is_system"], second["cost"]) == (True, None)
+
+
+def test_csv_has_the_columns_of_focus(output: Callable[..., str], router: ScriptedRouter) -> None:
+    router.usage = RESPONSE
+    first, second = csv.DictReader(io.StringIO(output("usage", "--csv")))
+
+    assert set(first) >= MANDATORY
+    assert {name for name in first if not name.startswith("x_") and not name[0].isupper()} == set()
+    assert (first["ChargePeriodStart"], first["ChargePeriodEnd"]) == ("2026-12-31T00:00:00Z", "2027-01-01T00:00:00Z")
+    assert (first["BillingPeriodStart"], first["BillingPeriodEnd"]) == ("2026-12-01T00:00:00Z", "2027-01-01T00:00:00Z")
+    assert (float(first["BilledCost"]), float(first["ListUnitPrice"]), first["PricingUnit"]) == (7.0, 3.5, "Hours")
+    assert (first["SubAccountName"], second["SubAccountName"]) == ("search, team", "(system)")
+    assert json.loads(first["Tags"])["adapter"] == "style"
+    assert (float(second["BilledCost"]), second["ListUnitPrice"]) == (0.0, "")
+
+
+def test_csv_without_lines_has_its_header() -> None:
+    assert set(focus_csv(decode_usage(inference_pb2.GetUsageResponse())).strip().split(",")) >= MANDATORY
+
+
+def test_open_cost_gets_custom_costs() -> None:
+    answer = open_cost(decode_usage(RESPONSE), "2026-12-01", "")
+
+    assert (answer["domain"], answer["currency"]) == ("inflight", "EUR")
+    assert (answer["start"], answer["end"]) == ("2026-12-01T00:00:00Z", "2027-01-01T00:00:00Z")
+    first, second = answer["costs"]
+    assert (first["billedCost"], first["usageQuantity"], first["usageUnit"]) == (7.0, 2.0, "Hours")
+    assert first["labels"]["output_tokens"] == "1234"
+    assert first["id"] != second["id"]
+    assert json.loads(json.dumps(answer)) == answer
+
+
+def test_day_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["usage", "--since", "yesterday"]) == 2
+    assert "--since: 'yesterday' is not a day" in capsys.readouterr().err

@@ -86,6 +86,11 @@ async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
             await asyncio.sleep(POLL_S)
 
 
+def num_completed(batch: Any) -> int:
+    number: int = batch.request_counts.completed
+    return number
+
+
 async def run(client: openai.AsyncOpenAI, content: bytes) -> Any:
     """A batch of this file, when it has ended."""
     batch = await client.batches.create(input_file_id=await upload(client, content), **WINDOW)
@@ -241,7 +246,7 @@ async def test_cancelled_batch_has_the_results_that_it_had(
     assert 0 < executor.scheduler.num_held <= 4
     executor.brake.permit(6)
     async with asyncio.timeout(WAIT_S):
-        while (await client.batches.retrieve(batch.id)).request_counts.completed < 2:
+        while num_completed(await client.batches.retrieve(batch.id)) < 2:
             await asyncio.sleep(POLL_S)
     cancelling = await client.batches.cancel(batch.id)
     assert cancelling.status in ("cancelling", "cancelled")
@@ -283,7 +288,10 @@ async def test_another_gateway_goes_on_with_a_batch(
     async with run_gateway(cluster.routers[0].address, **settings) as first, first.openai() as its_client:
         batch = await its_client.batches.create(input_file_id=await upload(its_client, jsonl(asked)), **WINDOW)
         await until(lambda: submits)
-        await until(lambda: brake.permit(1) or len(submits) > 8)
+        async with asyncio.timeout(WAIT_S):
+            while len(submits) <= 8:
+                brake.permit(1)
+                await asyncio.sleep(POLL_S / 10)
     brake.release()
     batch = await ended(client, batch.id)
     assert batch.request_counts.completed == 24
@@ -329,13 +337,13 @@ async def test_files_and_batches_are_their_tenants_only(settings: dict[str, Any]
         await redis.aclose()
         assert (await colleague.batches.retrieve(batch.id)).output_file_id == batch.output_file_id
         assert [one.id async for one in other.files.list()] == [one.id async for one in other.batches.list()] == []
-        for call in (other.batches.retrieve, other.batches.cancel):
+        for of_batch in (other.batches.retrieve, other.batches.cancel):
             with pytest.raises(openai.NotFoundError):
-                await call(batch.id)
+                await of_batch(batch.id)
         for found in (file_id, batch.output_file_id):
-            for call in (other.files.retrieve, other.files.content, other.files.delete):
+            for of_file in (other.files.retrieve, other.files.content, other.files.delete):
                 with pytest.raises(openai.NotFoundError):
-                    await call(found)
+                    await of_file(found)
         with pytest.raises(openai.NotFoundError):
             await other.batches.create(input_file_id=file_id, **WINDOW)
         with pytest.raises(openai.AuthenticationError):

@@ -60,6 +60,7 @@ class RunningLines:
                     if line is None:
                         has_more = False
                         break
+                    running.waits(line)
                     tasks.add(task := asyncio.create_task(self._run(running, line)))
                     task.add_done_callback(tasks.discard)
                 if has_more or tasks:
@@ -71,7 +72,6 @@ class RunningLines:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, running: _OfBatch, line: Line) -> None:
-        running.waits(line)
         try:
             result = await self._result(running, line)
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,17 @@ import openai
 import pytest
 from redis.asyncio import Redis
 
+from inflight.common.errors import Reason, RequestError
+from inflight.gateway.batches.running import MAX_WAITING
 from inflight.gateway.store import batches
+from inflight.v1 import inference_pb2
 from tests.integration.test_authorization import api_key, locked_cluster
 from tests.integration.test_gateway import metric, words
 from tests.integration.test_hostile_clients import until
+from tests.support.stack.bucket_server import serving_bucket
 from tests.support.stack.cluster import Cluster
 from tests.support.stack.gateways import RunningGateway, run_gateway
+from tests.unit.scripted_router import WORDS, ScriptedRouter, serving, speak
 
 WINDOW: dict[str, Any] = {"completion_window": "24h", "endpoint": "/v1/completions"}
 WAIT_S = 60.0
@@ -391,3 +396,63 @@ async def test_without_a_place_for_files_there_are_none(cluster: Cluster, redis_
     ):
         with pytest.raises(openai.NotFoundError):
             await upload(client, b"x")
+
+
+async def test_batch_sends_nothing_before_the_time_that_a_router_names(settings: dict[str, Any]) -> None:
+    asked_s: list[float] = []
+
+    def script(request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.StreamEvent]:
+        asked_s.append(time.monotonic())
+        if len(asked_s) == 1:
+            raise RequestError(Reason.QUEUE_FULL, "the queue is full", retry_after_ms=700)
+        yield from speak(WORDS)
+
+    # One line at a time, so that the first request is refused before the next is sent.
+    with serving(ScriptedRouter(script)) as address:
+        async with (
+            run_gateway(address, batch_max_running=1, **settings) as gateway,
+            gateway.openai() as client,
+        ):
+            batch = await run(client, jsonl([line("smol", number) for number in range(40)]))
+    assert batch.request_counts.completed == 40
+    assert len(asked_s) == 41
+    # Those that were about to be sent are sent, and none after them: a batch has at most so many that wait.
+    early = [one for one in asked_s[1:] if one - asked_s[0] < 0.7]
+    assert len(early) < MAX_WAITING
+
+
+async def test_line_whose_output_is_lost_runs_again_under_another_key(settings: dict[str, Any]) -> None:
+    keys: list[str] = []
+
+    def script(request: inference_pb2.GenerateRequest, context: Any) -> Iterator[inference_pb2.StreamEvent]:
+        keys.append(request.idempotency_key)
+        if len(keys) == 1:
+            raise RequestError(Reason.OUTPUT_LOST, "the output is lost")
+        yield from speak(WORDS)
+
+    with serving(ScriptedRouter(script)) as address:
+        async with run_gateway(address, **settings) as gateway, gateway.openai() as client:
+            batch = await run(client, jsonl([line("smol", 0)]))
+    assert batch.request_counts.completed == 1
+    assert keys == [f"{batch.id}.1", f"{batch.id}.1.1"]
+
+
+async def test_files_may_be_in_a_bucket(
+    cluster: Cluster, settings: dict[str, Any], pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving_bucket() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        place = {**settings, "files": "s3://bucket/some/prefix"}
+        async with run_gateway(cluster.routers[0].address, **place) as gateway, gateway.openai() as client:
+            batch = await run(
+                client, jsonl([line(pool, number, **({"no_such": 1} if number == 3 else {})) for number in range(9)])
+            )
+            assert batch.request_counts.model_dump() == {"total": 9, "completed": 8, "failed": 1}
+            assert len(await results(client, batch.output_file_id)) == 8
+            assert len(await results(client, batch.error_file_id)) == 1
+            files = {batch.input_file_id, batch.output_file_id, batch.error_file_id}
+            assert server.objects.keys() == {f"some/prefix/files/{file}" for file in files}
+            for file in files:
+                await client.files.delete(file)
+            assert not server.objects

@@ -85,6 +85,13 @@ class GatewayApp:
             yield Route(stored, _ApiCall(self, service.stored_response), methods=["GET", "DELETE"])
             yield Route(f"{stored}/cancel", _ApiCall(self, service.cancel_response), methods=["POST"])
             yield Route(f"{stored}/input_items", _ApiCall(self, service.input_items), methods=["GET"])
+        if service.has_files:
+            yield Route("/v1/files", _ApiCall(self, service.files), methods=["GET", "POST"])
+            yield Route("/v1/files/{file_id}", _ApiCall(self, service.file), methods=["GET", "DELETE"])
+            yield Route("/v1/files/{file_id}/content", _ApiCall(self, service.file_content), methods=["GET"])
+            yield Route("/v1/batches", _ApiCall(self, service.batches), methods=["GET", "POST"])
+            yield Route("/v1/batches/{batch_id}", _ApiCall(self, service.batch), methods=["GET"])
+            yield Route("/v1/batches/{batch_id}/cancel", _ApiCall(self, service.cancel_batch), methods=["POST"])
         yield Route("/v1/messages", _ApiCall(self, service.messages), methods=["POST"])
         yield Route("/v1/messages/count_tokens", _ApiCall(self, service.count_tokens), methods=["POST"])
         yield Route("/v1/embeddings", _ApiCall(self, service.embeddings), methods=["POST"])

@@ -7,9 +7,10 @@ key stays bound to that cancelled request, so the repeat is sent with the next k
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 from inflight import AsyncClient, AsyncStream
 from inflight.events import (
@@ -22,11 +23,12 @@ from inflight.events import (
     FinishReason,
     PositionLogprobs,
     Prompt,
+    Started,
     Usage,
 )
-from inflight.gateway.answers import FinishedChoice, shown_usage
+from inflight.gateway.answers import FinishedChoice, shown_usage, whole_answer
 from inflight.gateway.conversion import ApiRequest
-from inflight.gateway.event_ids import Place
+from inflight.gateway.event_ids import AnswerId, Place
 from inflight.gateway.logprobs import prompt_positions
 from inflight.gateway.metrics import Metrics
 from inflight.v1 import inference_pb2
@@ -45,11 +47,13 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Source of the events: the routers, the metadata of this client's calls, and where they are counted."""
+    """Source of the events: the routers, the metadata of this client's calls, and where they are counted. `began` is
+    called when a request has a seat, perhaps more than once."""
 
     client: AsyncClient
     metadata: Mapping[str, str]
     metrics: Metrics
+    began: Callable[[], None] | None = None
 
     async def begun(self, request: inference_pb2.GenerateRequest, *, takes_back: bool) -> AsyncGenerator[Event, None]:
         """Yields the events of a new request. With `takes_back`, a further `Accepted` makes the events before it void.
@@ -97,6 +101,8 @@ class Source:
                 async for event in events:
                     if isinstance(event, Delta | Prompt):
                         begin()
+                    if self.began is not None and isinstance(event, Started | Delta | Prompt):
+                        self.began()
                     yield event
 
     async def collected(self, api_request: ApiRequest) -> list[Collected]:
@@ -152,6 +158,14 @@ class Source:
                             choices = [divided(choice, one) for choice, one in zip(choices, parted, strict=True)]
                         return Collected(choices, shown_usage(api_request, event.usage), accepted)
         raise AssertionError("a stream without an error ends with Done")
+
+
+def whole_of(api_request: ApiRequest, answer: AnswerId, collected: Sequence[Collected]) -> dict[str, Any]:
+    """Returns the whole answer with this output of its prompts. Raises `ApiError` if a choice ended for a reason that
+    OpenAI's API does not have."""
+    choices = [choice for one in collected for choice in one.choices]
+    # Only a chat has tools, and it is one prompt.
+    return whole_answer(api_request, answer, choices, [one.usage for one in collected], collected[0].accepted)
 
 
 def divided(choice: FinishedChoice, parts: Choice) -> FinishedChoice:

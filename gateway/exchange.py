@@ -36,6 +36,7 @@ LOGGED_ROUTES = frozenset(
     {
         *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"),
         *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
+        *("/v1/files", "/v1/batches"),
         *("/tokenize", "/detokenize"),
         *OF_MESSAGES,
     }
@@ -43,6 +44,9 @@ LOGGED_ROUTES = frozenset(
 ROUTES = LOGGED_ROUTES | UNLOGGED_ROUTES
 MODEL_ROUTE = "/v1/models/{id}"
 RESPONSE_ROUTE = "/v1/responses/{id}"
+FILE_ROUTE = "/v1/files/{id}"
+BATCH_ROUTE = "/v1/batches/{id}"
+ID_ROUTES = (MODEL_ROUTE, RESPONSE_ROUTE, FILE_ROUTE, BATCH_ROUTE)
 OTHER_ROUTE = "other"
 
 
@@ -96,7 +100,7 @@ class Exchange:
         seconds = time.monotonic() - self._began_s
         status = self._status or CLIENT_CLOSED_REQUEST
         self._metrics.ended(self._route, status, seconds)
-        if self._route in LOGGED_ROUTES or self._route in (MODEL_ROUTE, RESPONSE_ROUTE):
+        if self._route in LOGGED_ROUTES or self._route in ID_ROUTES:
             log.info("request %s %s %d %.3f s", self._request_id, self._route, status, seconds)
 
 
@@ -104,9 +108,7 @@ def route_of(path: str) -> str:
     """Returns the route that a path is counted as. Paths that clients can choose freely share one."""
     if path in ROUTES:
         return path
-    if path.startswith("/v1/responses/"):
-        return RESPONSE_ROUTE
-    return MODEL_ROUTE if path.startswith("/v1/models/") else OTHER_ROUTE
+    return next((route for route in ID_ROUTES if path.startswith(route.removesuffix("{id}"))), OTHER_ROUTE)
 
 
 def _no_route(error: HTTPException, method: str, path: str) -> ApiError:

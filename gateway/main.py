@@ -26,6 +26,7 @@ from inflight.common.rpc.tls import TlsFiles, TlsPaths
 from inflight.common.settings import SettingError, describe, load
 from inflight.common.telemetry.logs import start_logging
 from inflight.gateway.app import GatewayApp
+from inflight.gateway.batches.batches import open_batches
 from inflight.gateway.conversion import defaults_of
 from inflight.gateway.metrics import Metrics
 from inflight.gateway.responses.stored import stored_responses
@@ -59,8 +60,11 @@ async def run_gateway(settings: GatewaySettings) -> int:
     signals = Signals(asyncio.get_running_loop())
     client = open_client(settings)
     metrics = Metrics()
-    async with stored_responses(client, settings, defaults_of(settings), metrics) as stored:
-        app = GatewayApp(GatewayService(client, settings, metrics, stored), settings, metrics)
+    async with (
+        stored_responses(client, settings, defaults_of(settings), metrics) as stored,
+        open_batches(client, settings, metrics) as batches,
+    ):
+        app = GatewayApp(GatewayService(client, settings, metrics, stored, batches), settings, metrics)
         certificates = open_certificates(settings)
         port = open_port(app, settings, certificates)
         address = await port.start(settings.listen)
@@ -72,7 +76,9 @@ async def run_gateway(settings: GatewaySettings) -> int:
 
         app.drain()
         if stored is not None:
-            await stored.background.give_back()
+            await stored.background.leases.give_back()
+        if batches is not None:
+            await batches.leases.give_back()
         if num_open := await port.drain(settings.drain_timeout_s):
             log.warning("drain: %d connections are still in use; their requests are aborted", num_open)
         await port.stop()

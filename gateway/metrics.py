@@ -36,6 +36,19 @@ class Metrics:
         )
         self._streams = Gauge("inflight_gateway_streams", "Responses that are being streamed.", registry=self.registry)
 
+        self._batches = Counter(
+            "inflight_gateway_batches", "Batches that this gateway has ended.", ("status",), registry=self.registry
+        )
+        self._lines = Counter(
+            "inflight_gateway_batch_lines",
+            "Requests of batches whose results this gateway has written.",
+            ("result",),
+            registry=self.registry,
+        )
+        self._running_lines = Gauge(
+            "inflight_gateway_batch_lines_running", "Requests of batches at routers.", registry=self.registry
+        )
+
     def ended(self, route: str, status: int, seconds: float) -> None:
         """Counts an HTTP request that has ended."""
         self._requests.labels(route, str(status)).inc()
@@ -63,4 +76,19 @@ class Metrics:
     def streaming(self) -> Iterator[None]:
         """Counts an answer while it is being streamed."""
         with self._streams.track_inprogress():
+            yield
+
+    def batch_ended(self, status: str) -> None:
+        """Counts a batch that has ended."""
+        self._batches.labels(status).inc()
+
+    def batch_lines_ended(self, result: str, number: int) -> None:
+        """Counts lines of batches that have a result: completed, failed, or why they were not run."""
+        if number:
+            self._lines.labels(result).inc(number)
+
+    @contextmanager
+    def batch_line_running(self) -> Iterator[None]:
+        """Counts a line while its request is at routers."""
+        with self._running_lines.track_inprogress():
             yield

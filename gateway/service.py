@@ -7,19 +7,20 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp
 
 from inflight import AsyncClient
 from inflight.common.version import installed_version
 from inflight.errors import InflightError
-from inflight.gateway.answers import Chunks, Form, OwnForm, encoded, model_objects, whole_answer
+from inflight.gateway.answers import Chunks, Form, OwnForm, encoded, model_objects
+from inflight.gateway.batches.batches import Batches
 from inflight.gateway.bodies import parse_chat, parse_completion
-from inflight.gateway.choices import Source
+from inflight.gateway.choices import Source, whole_of
 from inflight.gateway.conversion import ApiRequest, Defaults, convert_chat, convert_completion, defaults_of
 from inflight.gateway.disconnects import ClientGone, while_connected
 from inflight.gateway.embeddings.calls import EmbedCall, parse_embeddings, parse_rerank, parse_score
@@ -64,9 +65,11 @@ class GatewayService:
         settings: GatewaySettings,
         metrics: Metrics,
         stored: StoredResponses | None = None,
+        batches: Batches | None = None,
     ) -> None:
-        """`stored` are the stored responses, if this gateway has a store."""
+        """`stored` are the stored responses, if this gateway has a store, `batches` its files and batches."""
         self._stored = stored
+        self._batches = batches
         self._client = client
         self._settings = settings
         self._metrics = metrics
@@ -138,6 +141,51 @@ class GatewayService:
         assert self._stored is not None
         response_id = request.path_params["response_id"]
         return _shown(await self._stored.input_items(response_id, _metadata(request), request.query_params))
+
+    @property
+    def has_files(self) -> bool:
+        """Whether this gateway has files and batches."""
+        return self._batches is not None
+
+    async def files(self, request: Request) -> ASGIApp:
+        """`GET` and `POST /v1/files`."""
+        assert self._batches is not None
+        files, metadata = self._batches.files, _metadata(request)
+        if request.method == "POST":
+            content_type = request.headers.get("content-type", "")
+            return _shown(await files.upload(content_type, self._parts(request), metadata))
+        return _shown(await files.page(request.query_params, metadata))
+
+    async def file(self, request: Request) -> ASGIApp:
+        """`GET` and `DELETE /v1/files/{id}`."""
+        assert self._batches is not None
+        files, file_id, metadata = self._batches.files, request.path_params["file_id"], _metadata(request)
+        return _shown(await (files.delete if request.method == "DELETE" else files.retrieve)(file_id, metadata))
+
+    async def file_content(self, request: Request) -> ASGIApp:
+        """`GET /v1/files/{id}/content`."""
+        assert self._batches is not None
+        num_bytes, content = await self._batches.files.content(request.path_params["file_id"], _metadata(request))
+        headers = {"content-length": str(num_bytes)}
+        return StreamingResponse(content, headers=headers, media_type="application/octet-stream")
+
+    async def batches(self, request: Request) -> ASGIApp:
+        """`GET` and `POST /v1/batches`."""
+        assert self._batches is not None
+        metadata = _metadata(request)
+        if request.method == "POST":
+            return _shown(await self._batches.create(await self._body(request), metadata, _key(request)))
+        return _shown(await self._batches.page(request.query_params, metadata))
+
+    async def batch(self, request: Request) -> ASGIApp:
+        """`GET /v1/batches/{id}`."""
+        assert self._batches is not None
+        return _shown(await self._batches.retrieve(request.path_params["batch_id"], _metadata(request)))
+
+    async def cancel_batch(self, request: Request) -> ASGIApp:
+        """`POST /v1/batches/{id}/cancel`."""
+        assert self._batches is not None
+        return _shown(await self._batches.cancel(request.path_params["batch_id"], _metadata(request)))
 
     async def messages(self, request: Request) -> ASGIApp:
         """`POST /v1/messages`, Anthropic's API."""
@@ -214,18 +262,16 @@ class GatewayService:
             raise form.refusal(
                 from_router(error, api_request.prompt_param, api_request.renamed, api_request.num_joined)
             ) from None
-        choices = [choice for one in collected for choice in one.choices]
-        usages = [one.usage for one in collected]
         accepted = collected[0].accepted  # only a chat has tools, and it is one prompt
         if accepted is not None and (ignored := accepted.ignored_schema_words):
             unused = getattr(request.state, UNUSED, "")
             setattr(request.state, UNUSED, ", ".join(filter(None, [unused, *ignored])))
 
         def body() -> bytes:
-            return encoded(form.whole(whole_answer(api_request, answer, choices, usages, accepted)))
+            return encoded(form.whole(whole_of(api_request, answer, collected)))
 
         if keep is not None:
-            shown = form.whole(whole_answer(api_request, answer, choices, usages, accepted))
+            shown = form.whole(whole_of(api_request, answer, collected))
             return _json(encoded(shown | {"store": await keep()}))
         if not api_request.scores_prompts:
             return _json(body())
@@ -250,26 +296,39 @@ class GatewayService:
         return EventStream(Chunks(api_request, answer), form, sources, places, self._timeouts, self._metrics)
 
     async def _body(self, request: Request) -> bytes:
-        encoding = request.headers.get("content-encoding", "identity")
-        if encoding.lower() != "identity":
-            text = f"Content-Encoding: is {encoding[:64]!r}, which is not supported; send the body uncompressed"
-            raise ApiError(415, text, param="Content-Encoding", code="unsupported_encoding")
         limit = self._settings.max_body_bytes
         parts: list[bytes] = []
         num_bytes = 0
         try:
             async with asyncio.timeout(self._settings.body_timeout_s):
-                async for part in request.stream():
+                async for part in self._parts(request):
                     num_bytes += len(part)
                     if num_bytes > limit:
                         text = f"the body is larger than {limit} bytes"
                         raise ApiError(413, text, code="request_too_large")
                     parts.append(part)
         except TimeoutError:
-            raise ApiError(408, "the body did not arrive in time", may_retry=False) from None
-        except ClientDisconnect:
-            raise ClientGone from None
+            raise _late() from None
         return b"".join(parts)
+
+    async def _parts(self, request: Request) -> AsyncIterator[bytes]:
+        """Yields the body as it arrives. Raises `ApiError` if nothing of it does for a while."""
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            text = f"Content-Encoding: is {encoding[:64]!r}, which is not supported; send the body uncompressed"
+            raise ApiError(415, text, param="Content-Encoding", code="unsupported_encoding")
+        parts = aiter(request.stream())
+        while True:
+            try:
+                async with asyncio.timeout(self._settings.body_timeout_s):
+                    part = await anext(parts, None)
+            except TimeoutError:
+                raise _late() from None
+            except ClientDisconnect:
+                raise ClientGone from None
+            if part is None:
+                return
+            yield part
 
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
@@ -364,6 +423,10 @@ class GatewayService:
 def _shown(answer: dict[str, Any] | ASGIApp) -> ASGIApp:
     """Returns the response for a stored response, which may be a stream already."""
     return _json(encoded(answer)) if isinstance(answer, dict) else answer
+
+
+def _late() -> ApiError:
+    return ApiError(408, "the body did not arrive in time", may_retry=False)
 
 
 def _json(body: bytes) -> Response:

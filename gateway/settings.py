@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal, Self
 
@@ -12,6 +13,8 @@ from inflight.common.settings import ProcessSettings
 # As of the router's `resume_secret`: it can be tried against guesses by anyone who reads Redis.
 MIN_SECRET_CHARACTERS = 32
 STORE_SCHEMES = ("redis://", "rediss://", "unix://")
+# Name and prefix.
+FILES_BUCKET = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([\w!.*'()/-]*))?", re.ASCII)
 
 
 class GatewaySettings(ProcessSettings):
@@ -85,14 +88,15 @@ class GatewaySettings(ProcessSettings):
     )
     store_url: SecretStr | None = Field(
         None,
-        description="URL of the Redis server that keeps responses: redis://, rediss:// or unix://; may contain a "
-        "password; unset or empty: no response is stored, and store, background and previous_response_id are refused",
+        description="URL of the Redis server that keeps responses, and with files the records of files and batches: "
+        "redis://, rediss:// or unix://; may contain a password; unset or empty: no response is stored, and store, "
+        "background and previous_response_id are refused",
     )
     store_secret: SecretStr | None = Field(
         None,
         description="secret that all gateways of a store share, at least 32 characters, by which they encrypt the "
-        "keys of clients whose responses run in the background; unset: these keys stand in Redis as they are, until "
-        "their responses have ended",
+        "keys of clients whose responses run in the background, or whose batches run; unset: these keys stand in Redis "
+        "as they are, until their responses or batches have ended",
     )
     store_by_default: bool = Field(
         True, description="store responses whose request does not say so, as OpenAI's API does; only with store_url"
@@ -111,6 +115,33 @@ class GatewaySettings(ProcessSettings):
     )
     store_max_running: int = Field(
         100, ge=1, description="maximum background responses of a tenant at a time; more are refused with status 429"
+    )
+    files: str | None = Field(
+        None,
+        description="where files and the results of batches are kept: a folder that all gateways share, or "
+        "s3://BUCKET/PREFIX with the AWS_* variables of AWS's tools; needs store_url; unset or empty: there are no "
+        "files and batches",
+    )
+    files_ttl_s: float = Field(
+        2_592_000.0,
+        ge=3600,
+        le=31_536_000,
+        description="seconds that a file is kept after its upload, and a batch and its results after its end",
+    )
+    files_max_file_bytes: int = Field(200 * 1024 * 1024, ge=1024, le=2**40, description="maximum bytes of a file")
+    files_max_files: int = Field(1000, ge=1, le=100_000, description="maximum files of a tenant")
+    files_max_bytes: int = Field(
+        10 * 1024 * 1024 * 1024, ge=1024, le=2**50, description="maximum bytes of all files of a tenant"
+    )
+    batch_max_lines: int = Field(50_000, ge=1, le=1_000_000, description="maximum requests of a batch")
+    batch_max_open: int = Field(
+        50, ge=1, le=10_000, description="maximum batches of a tenant that have not ended; more are refused with 429"
+    )
+    batch_max_running: int = Field(
+        256, ge=1, le=100_000, description="maximum requests of batches at routers at a time"
+    )
+    batch_max_running_each: int = Field(
+        64, ge=1, le=100_000, description="maximum requests of one batch at routers at a time"
     )
     cors_origins: tuple[str, ...] = Field(
         (), description="origins whose pages may call from a browser, comma-separated; * for any; empty: none"
@@ -131,6 +162,13 @@ class GatewaySettings(ProcessSettings):
             raise ValueError(f"must begin with {' or '.join(STORE_SCHEMES)}")
         return url
 
+    @field_validator("files")
+    @classmethod
+    def _check_files(cls, place: str | None) -> str | None:
+        if place and "://" in place and not FILES_BUCKET.fullmatch(place):
+            raise ValueError("must be a folder, or s3://BUCKET or s3://BUCKET/PREFIX")
+        return place or None
+
     @field_validator("store_secret")
     @classmethod
     def _check_store_secret(cls, secret: SecretStr | None) -> SecretStr | None:
@@ -140,6 +178,8 @@ class GatewaySettings(ProcessSettings):
 
     @model_validator(mode="after")
     def _check_pairs(self) -> Self:
+        if self.files and self.store_url is None:
+            raise ValueError("files: needs store_url")
         if (self.tls_cert_file is None) != (self.tls_key_file is None):
             raise ValueError("tls_cert_file and tls_key_file: give both or neither")
         if (self.router_tls_cert_file is None) != (self.router_tls_key_file is None):

@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -38,13 +37,13 @@ from inflight.gateway.errors import ApiError
 from inflight.gateway.event_ids import AnswerId, Place, event_id, read_event_id
 from inflight.gateway.metrics import Metrics
 from inflight.gateway.responses.form import ResponseForm
+from inflight.gateway.store.leases import Leases
 from inflight.gateway.store.news import News
-from inflight.gateway.store.store import LEASE_MS, Record, ResponseStore
+from inflight.gateway.store.store import Record, ResponseStore
 from inflight.gateway.streaming import ChoiceSource, EventStream, WriteTimeouts
 
 log = logging.getLogger(__name__)
 
-TEND_S = LEASE_MS / 3000
 # For how long a client waits to learn that a router refuses its response. An executor accepts it between two steps.
 TAKEN_S = 1.0
 # More are a sign that driving this response ends gateways.
@@ -254,56 +253,28 @@ class Background:
         self, client: AsyncClient, store: ResponseStore, metrics: Metrics, convert: Convert, max_responses: int
     ) -> None:
         self.news = News(store)
+        self.leases = Leases(store, lambda response_id, owner: self._run(response_id, owner, _future()), max_responses)
         self._client = client
         self._store = store
         self._metrics = metrics
         self._convert = convert
-        self._max_responses = max_responses
-        self._gateway = secrets.token_hex(8)
-        self._num_owners = 0
-        self._driving: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        self._is_running = False
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
-        """Drives responses during the block. Those that have not ended then are given back."""
-        self._is_running = True
-        loops = [asyncio.create_task(self.news.run()), asyncio.create_task(self._tend())]
+        """Drives responses during the block. Those that have not ended then are given back; their requests continue."""
+        reading = asyncio.create_task(self.news.run())
         try:
-            yield
+            async with self.leases.running():
+                yield
         finally:
-            for loop in loops:
-                loop.cancel()
-            await asyncio.gather(*loops, return_exceptions=True)
-            await self.give_back()
-
-    async def give_back(self) -> None:
-        """Stops driving, so that other gateways go on at once. Their requests continue."""
-        self._is_running = False
-        owners = self._owners()
-        tasks = [task for _, task in self._driving.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if owners:
-            with contextlib.suppress(ApiError):
-                await self._store.tend(owners, gives_back=True)
-
-    def new_owner(self) -> str:
-        """Returns an owner that no other lease has."""
-        self._num_owners += 1
-        return f"{self._gateway}.{self._num_owners}"
-
-    def check_room(self) -> None:
-        """Raises `ApiError` if this gateway drives as many responses as it may."""
-        if not self._is_running or len(self._driving) >= self._max_responses:
-            raise ApiError(503, "too many requests are under way", "server_error", code="busy", retry_after_s=1.0)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def begin(self, record: Record) -> None:
         """Drives a new response. Returns when a router has taken it, or after a second. Raises `ApiError` if a router
         has refused it by then; then it is stored no more."""
-        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._drive(record.response_id, record.owner, taken)
+        taken = _future()
+        self.leases.drive(record.response_id, record.owner, self._run(record.response_id, record.owner, taken))
         await asyncio.wait((taken,), timeout=TAKEN_S)
         if taken.done():
             taken.result()
@@ -332,45 +303,6 @@ class Background:
             pass
         with contextlib.suppress(_NotOwnedError):
             await write(self._store, record, entry, form)
-
-    def _owners(self) -> dict[str, str]:
-        return {response_id: owner for response_id, (owner, _) in self._driving.items()}
-
-    def _drive(self, response_id: str, owner: str, taken: asyncio.Future[None]) -> None:
-        task = asyncio.create_task(self._run(response_id, owner, taken), name=response_id)
-        self._driving[response_id] = owner, task
-        task.add_done_callback(lambda done: self._ended(response_id, done))
-
-    def _ended(self, response_id: str, task: asyncio.Task[None]) -> None:
-        if self._driving.get(response_id, ("", None))[1] is task:
-            del self._driving[response_id]
-
-    async def _tend(self) -> None:
-        """Renews the leases, and takes responses whose leases have lapsed."""
-        while True:
-            try:
-                lapsed, lost = await self._store.tend(self._owners())
-                for response_id in lost:
-                    # A driver whose response was cancelled or deleted learns it from its next write, or here.
-                    if response_id in self._driving and not await self._is_owned(response_id):
-                        self._driving[response_id][1].cancel()
-                for response_id in lapsed:
-                    await self._take(response_id)
-            except ApiError as error:
-                log.debug("leases were not renewed: %s", error)
-            await asyncio.sleep(TEND_S)
-
-    async def _is_owned(self, response_id: str) -> bool:
-        (record,) = await self._store.load([response_id])
-        return record is not None and record.owner == self._driving[response_id][0]
-
-    async def _take(self, response_id: str) -> None:
-        if response_id in self._driving or not self._is_running or len(self._driving) >= self._max_responses:
-            return
-        owner = self.new_owner()
-        if await self._store.take(response_id, owner) == "taken":
-            log.info("response %s: taken over", response_id)
-            self._drive(response_id, owner, asyncio.get_running_loop().create_future())
 
     async def _run(self, response_id: str, owner: str, taken: asyncio.Future[None]) -> None:
         """Drives a response to its end. What goes wrong ends this task only."""
@@ -450,6 +382,10 @@ class Background:
         for _ in state.take(record, entry):
             pass
         await write(self._store, record, entry, state.form if is_over else None)
+
+
+def _future() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
 
 
 def _metadata(authorization: str) -> dict[str, str]:

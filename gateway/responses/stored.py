@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from inflight import AsyncClient
-from inflight.errors import InflightError
 from inflight.gateway.conversion import ApiRequest, Defaults, convert_chat
-from inflight.gateway.errors import ApiError, from_router, refused
+from inflight.gateway.errors import ApiError, refused
 from inflight.gateway.metrics import Metrics
 from inflight.gateway.responses.background import Background, replayed
 from inflight.gateway.responses.bodies import ResponsesBody, chat_body, parse_responses
@@ -40,6 +39,7 @@ from inflight.gateway.responses.form import ResponseForm
 from inflight.gateway.responses.tools import set_inputs
 from inflight.gateway.settings import GatewaySettings
 from inflight.gateway.store.store import Limits, Record, ResponseStore
+from inflight.gateway.store.tenants import tenant_of
 from inflight.gateway.streaming import WriteTimeouts
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class StoredResponses:
 
     async def earlier(self, previous: str, metadata: Mapping[str, str]) -> Earlier:
         """Returns what a response with this `previous_response_id` continues."""
-        tenant = await self._tenant(metadata)
+        tenant = await tenant_of(self._client, metadata, "input")
         (last,) = await self._store.load([previous])
         last = None if last is None or last.tenant != tenant else last
         chain = [previous] if last is None else chain_of(last)
@@ -126,7 +126,7 @@ class StoredResponses:
         try:
             record = Record(
                 response["id"],
-                await self._tenant(metadata),
+                await tenant_of(self._client, metadata, "input"),
                 raw.decode(),
                 json.dumps(chain),
                 response["created_at"],
@@ -141,10 +141,10 @@ class StoredResponses:
         self, raw: bytes, body: ResponsesBody, earlier: Earlier | None, metadata: Mapping[str, str]
     ) -> dict[str, Any] | Following:
         """Starts a response in the background. Returns it, or its stream."""
-        self.background.check_room()
+        self.background.leases.check_room()
         record = Record(
             f"resp_{secrets.token_hex(12)}",
-            await self._tenant(metadata),
+            await tenant_of(self._client, metadata, "input"),
             raw.decode(),
             json.dumps(earlier.chain if earlier else []),
             int(time.time()),
@@ -152,7 +152,7 @@ class StoredResponses:
             streams=bool(body.stream),
             earlier=json.dumps(earlier.items, ensure_ascii=False, separators=(",", ":")) if earlier else "",
             authorization=metadata.get("authorization", ""),
-            owner=self.background.new_owner(),
+            owner=self.background.leases.new_owner(),
         )
         self._of_record(record)  # refused before anything is stored
         await self._store.create(record, earlier.chain if earlier else ())
@@ -180,7 +180,7 @@ class StoredResponses:
         record = await self._own(response_id, metadata)
         if not record.background:
             raise ApiError(400, "Cannot cancel a synchronous response.")
-        owner = self.background.new_owner()
+        owner = self.background.leases.new_owner()
         if await self._store.take(response_id, owner, cancels=True) == "taken":
             await self.background.end_cancelled(replace(record, owner=owner, cancelled=True))
         return await self._shown(await self._own(response_id, metadata))
@@ -221,7 +221,7 @@ class StoredResponses:
         return {**state.form.response(), "output": []}
 
     async def _own(self, response_id: str, metadata: Mapping[str, str]) -> Record:
-        tenant = await self._tenant(metadata)
+        tenant = await tenant_of(self._client, metadata, "input")
         (record,) = await self._store.load([response_id])
         if record is None or record.tenant != tenant:
             raise not_found(response_id)
@@ -233,16 +233,6 @@ class StoredResponses:
             body = body.after(json.loads(record.earlier))
         api_request, form = converted(body, self._defaults)
         return replace(api_request, is_stream=True, include_usage=True), form
-
-    async def _tenant(self, metadata: Mapping[str, str]) -> str:
-        try:
-            tenant = await self._client.tenant(metadata=metadata)
-        except InflightError as error:
-            raise from_router(error, "input") from None
-        if not tenant:
-            text = "the router is of a version that does not say whose a key is, which stored responses need"
-            raise ApiError(503, text, "server_error", code="unavailable")
-        return tenant
 
 
 @asynccontextmanager

@@ -2,7 +2,7 @@
 
 It owns the connection to Redis, the keys and the bounds. It never looks into bodies, log entries and ended responses,
 which are JSON texts to it. All keys have the prefix `inflight:responses:{r}:`, so a user of Redis with the permissions
-of a router may use them. Ids of tenants are hashed: they may be of any length and may contain anything.
+of a router may use them.
 
 - `of:<id>` (hash): the record: tenant, body (as the client sent it), chain (ids of the responses that it continues, as
   JSON), earlier (their items, of a background response), created (seconds since 1970), background, streams (`1` or
@@ -23,37 +23,19 @@ writes as the owner of a lease, and a write of any other is refused.
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import hashlib
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, cast
 
-from cryptography.fernet import Fernet, InvalidToken
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError, ResponseError
-
 from inflight.gateway.errors import ApiError
-
-log = logging.getLogger(__name__)
+from inflight.gateway.store.connection import RETRY_AFTER_S, Seal, StoreConnection, tenant_keys
+from inflight.gateway.store.leases import LEASE_MS, Taken
 
 PREFIX = "inflight:responses:{r}:"
-FUNCTIONS = ("create", "append", "take", "tend", "delete", "touch")
-CALL_TIMEOUT_S = 2.0
-MAX_CONNECTIONS = 16
-# Renewed three times as often.
-LEASE_MS = 3000
 BLOCK_MS = 5000
 MAX_ENTRIES = 128
-RETRY_AFTER_S = 1.0
 
 Written = Literal["written", "lost", "gone"]
-Taken = Literal["taken", "held", "ended", "gone"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,51 +89,31 @@ class ResponseStore:
     def __init__(self, url: str, limits: Limits, secret: str | None = None) -> None:
         """With a secret the authorization of clients is encrypted."""
         self._limits = limits
-        key = None if secret is None else base64.urlsafe_b64encode(hashlib.sha256(secret.encode()).digest())
-        self._seal = None if key is None else Fernet(key)
-        options: dict[str, Any] = {
-            "socket_timeout": CALL_TIMEOUT_S,
-            "socket_connect_timeout": CALL_TIMEOUT_S,
-            "decode_responses": True,
-            "protocol": 2,
-            "retry": Retry(NoBackoff(), 0),
-        }
-        self._redis = Redis.from_pool(
-            BlockingConnectionPool.from_url(url, max_connections=MAX_CONNECTIONS, timeout=CALL_TIMEOUT_S, **options)
-        )
-        options["socket_timeout"] = BLOCK_MS / 1000 + CALL_TIMEOUT_S
-        self._reader = Redis.from_pool(BlockingConnectionPool.from_url(url, max_connections=1, **options))
-        source = Path(__file__).with_name("responses.lua").read_text()
-        self._digest = hashlib.sha256(source.encode()).hexdigest()[:16]
-        # Not the prefix of the router's libraries, which routers remove when they are unused.
-        registered = "".join(f"redis.register_function('{self._function(name)}', {name})\n" for name in FUNCTIONS)
-        self._library = f"#!lua name=gateway_{self._digest}\n{source}{registered}"
+        self._seal = Seal(secret)
+        self._redis = StoreConnection(url, "responses", ("append", "touch"))
+        self._reader = self._redis.reader(BLOCK_MS / 1000)
 
     async def close(self) -> None:
         """Closes the connections."""
-        for redis in (self._redis, self._reader):
-            try:
-                await redis.aclose()
-            except (RedisError, OSError, TimeoutError) as error:
-                log.debug("a connection to the store did not close: %s", error)
+        await self._redis.close()
 
     async def create(self, record: Record, ancestors: Sequence[str] = ()) -> bool:
         """Stores a new response, and the ones that it continues for as long. With an owner it runs from now on, with
         that owner's lease. Returns whether it is new. Raises `ApiError` 429 if the tenant's limits do not allow it."""
         limits = self._limits
-        fields = _fields(replace(record, authorization=self._sealed(record.authorization)))
+        fields = _fields(replace(record, authorization=self._seal.close(record.authorization)))
         await self.touch(record.tenant, ancestors)
         bounds = (limits.max_responses, limits.max_bytes, limits.max_running)
         keys = self._keys(record)[:-1]
-        outcome, *left = await self._call(
+        outcome, *left = await self._redis.call(
             "create",
             keys,
-            *(record.response_id, limits.ttl_ms, record.num_bytes, *bounds, record.owner, LEASE_MS),
+            *(record.response_id, limits.ttl_ms, record.num_bytes, *bounds, "1", record.owner, LEASE_MS),
             *(part for pair in fields.items() for part in pair),
         )
         for old in left:
             for key in (_of(old), _log(old)):
-                await self._command("PEXPIRE", key, 0)
+                await self._redis.command("PEXPIRE", key, 0)
         if outcome == "busy":
             text = f"{limits.max_running} background responses of this tenant are under way, the most that may be"
             raise ApiError(429, text, "rate_limit_error", code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
@@ -166,127 +128,74 @@ class ResponseStore:
         """Keeps responses of a tenant for as long as a new one. Unknown ones are left out."""
         if response_ids:
             records = [_of(one) for one in response_ids]
-            await self._call("touch", [self._of_tenant(tenant)[0], *records], self._limits.ttl_ms, *response_ids)
+            await self._redis.call("touch", [self._of_tenant(tenant)[0], *records], self._limits.ttl_ms, *response_ids)
 
     async def load(self, response_ids: Sequence[str]) -> list[Record | None]:
         """Returns responses, None for unknown ones."""
         found = []
         for response_id in response_ids:
-            values = await self._command("HMGET", _of(response_id), *_FIELDS)
+            values = await self._redis.command("HMGET", _of(response_id), *_FIELDS)
             record = _record(response_id, dict(zip(_FIELDS, values, strict=True)))
-            found.append(record and replace(record, authorization=self._opened(record.authorization)))
+            found.append(record and replace(record, authorization=self._seal.open(record.authorization)))
         return found
+
+    async def owner(self, response_id: str) -> str | None:
+        """Returns the owner of a running response."""
+        (owner,) = await self._redis.command("HMGET", _of(response_id), "owner")
+        return cast("str | None", owner)
 
     async def is_running(self, response_id: str) -> bool | None:
         """Returns whether a response runs; None if there is none."""
-        created, owner = await self._command("HMGET", _of(response_id), "created", "owner")
+        created, owner = await self._redis.command("HMGET", _of(response_id), "created", "owner")
         return None if created is None else owner is not None
 
     async def entries(self, response_id: str, after: str) -> list[tuple[str, str]]:
         """Returns up to 128 entries of a log after the place `after`, each with its own; `0` is the beginning."""
-        found = await self._command("XREAD", "COUNT", MAX_ENTRIES, "STREAMS", _log(response_id), after)
+        found = await self._redis.command("XREAD", "COUNT", MAX_ENTRIES, "STREAMS", _log(response_id), after)
         return [(place, fields["entry"]) for _, rows in found or () for place, fields in rows]
 
     async def append(self, record: Record, entry: str, ended: str = "") -> Written:
         """Adds an entry to the log, as the owner that the record names, and ends the response with `ended`. If this
         raises, the entry may have been written."""
         arguments = (record.response_id, self._limits.ttl_ms, record.owner, entry, ended, "1" if record.streams else "")
-        return cast(Written, await self._call("append", self._keys(record), *arguments))
+        return cast(Written, await self._redis.call("append", self._keys(record), *arguments))
 
     async def take(self, response_id: str, owner: str, *, cancels: bool = False) -> Taken:
         """Becomes the owner of a running response whose lease has lapsed, or with `cancels` of any."""
         keys = [_of(response_id), PREFIX + "running"]
-        return cast(Taken, await self._call("take", keys, response_id, owner, LEASE_MS, "1" if cancels else ""))
+        return cast(Taken, await self._redis.call("take", keys, response_id, owner, LEASE_MS, "1" if cancels else ""))
 
     async def tend(self, owners: Mapping[str, str], *, gives_back: bool = False) -> tuple[list[str], list[str]]:
         """Renews the leases of running responses by their owners, or gives them back. Returns responses of anyone
         whose leases have lapsed, and those of `owners` that have another owner or none."""
         keys = [PREFIX + "running", *map(_of, owners)]
         pairs = (part for pair in owners.items() for part in pair)
-        found = await self._call("tend", keys, 0 if gives_back else LEASE_MS, *pairs)
+        found = await self._redis.call("tend", keys, 0 if gives_back else LEASE_MS, *pairs)
         middle = found.index("")
         return found[:middle], found[middle + 1 :]
 
     async def delete(self, record: Record) -> bool:
         """Deletes a response. Returns whether there was one."""
-        return bool(await self._call("delete", self._keys(record), record.response_id, self._limits.ttl_ms))
+        return bool(await self._redis.call("delete", self._keys(record), record.response_id, self._limits.ttl_ms))
 
     async def newest(self) -> str:
         """Returns the place in the news from which `news` reads what comes next."""
-        found = await self._command("XREVRANGE", PREFIX + "news", "+", "-", "COUNT", 1)
+        found = await self._redis.command("XREVRANGE", PREFIX + "news", "+", "-", "COUNT", 1)
         return str(found[0][0]) if found else "0"
 
     async def news(self, after: str) -> tuple[str, list[str]]:
         """Waits for changes for up to 5 s. Returns the place to read on from, and the responses that changed."""
         command = ("XREAD", "BLOCK", BLOCK_MS, "STREAMS", PREFIX + "news", after)
-        found = await self._answered(_execute(self._reader, *command))
+        found = await self._redis.read(self._reader, *command)
         rows = [row for _, rows in found or () for row in rows]
         return (rows[-1][0] if rows else after), [fields["id"] for _, fields in rows]
 
-    def _sealed(self, text: str) -> str:
-        return text if self._seal is None or not text else self._seal.encrypt(text.encode()).decode()
-
-    def _opened(self, text: str) -> str:
-        """Returns a sealed text; nothing, with which a router refuses the request, if another secret sealed it."""
-        if self._seal is None or not text:
-            return text
-        try:
-            return self._seal.decrypt(text.encode()).decode()
-        except InvalidToken:
-            log.error("an authorization in the store is encrypted with another store_secret")
-            return ""
-
-    def _function(self, name: str) -> str:
-        return f"gateway_{name}_{self._digest}"
-
     def _of_tenant(self, tenant: str) -> list[str]:
-        digest = hashlib.sha256(tenant.encode()).hexdigest()[:32]
-        return [f"{PREFIX}{kind}:{digest}" for kind in ("index", "sizes", "live")]
+        return tenant_keys(PREFIX, tenant, ("index", "sizes", "live"))
 
     def _keys(self, record: Record) -> list[str]:
         own = [_of(record.response_id), _log(record.response_id)]
         return [*own, *self._of_tenant(record.tenant), PREFIX + "running", PREFIX + "news"]
-
-    async def _call(self, name: str, keys: Sequence[str], *arguments: str | int) -> Any:
-        call = ("FCALL", self._function(name), len(keys), *keys, *arguments)
-        try:
-            return await self._shielded(*call)
-        except ResponseError as error:
-            if str(error) != "Function not found":
-                raise self._failed(error) from error
-        await self._command("FUNCTION", "LOAD", "REPLACE", self._library)
-        return await self._command(*call)
-
-    async def _command(self, *command: str | int) -> Any:
-        try:
-            return await self._shielded(*command)
-        except ResponseError as error:
-            raise self._failed(error) from error
-
-    async def _answered(self, call: Any) -> Any:
-        try:
-            return await call
-        except (RedisError, OSError, TimeoutError) as error:
-            raise self._failed(error) from error
-
-    async def _shielded(self, *command: str | int) -> Any:
-        """Runs a call to its end even if the caller is cancelled, so that no other call gets its reply."""
-        try:
-            return await asyncio.shield(asyncio.ensure_future(_execute(self._redis, *command)))
-        except ResponseError:
-            raise
-        except (RedisError, OSError, TimeoutError) as error:
-            raise self._failed(error) from error
-
-    def _failed(self, error: Exception) -> ApiError:
-        # The error may contain an address, so it is not sent to clients.
-        log.warning("the store of responses: %s: %s", type(error).__name__, error)
-        text = "the store of responses does not answer"
-        return ApiError(503, text, "server_error", code="unavailable", retry_after_s=RETRY_AFTER_S)
-
-
-async def _execute(redis: Redis, *command: str | int) -> Any:
-    return await redis.execute_command(*command)  # type: ignore[no-untyped-call]
 
 
 def _of(response_id: str) -> str:

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
@@ -51,6 +53,7 @@ ROUTER_SERVICE = "inflight.v1.InferenceService"
 # Its URL holds a password, and the command lines of processes are public.
 REDIS_URL_VARIABLE = "INFLIGHT_REDIS_URL"
 STORE_URL_VARIABLE = "INFLIGHT_STORE_URL"
+FILES_VARIABLE = "INFLIGHT_FILES"
 
 # Another process can take a free port before ours listens on it; then everything is started again.
 MAX_START_ATTEMPTS = 3
@@ -162,6 +165,8 @@ class LocalStack:
             if self._redis is not None:
                 redis, self._redis = self._redis, None
                 await asyncio.to_thread(redis.stop)
+                # Their records were in that Redis.
+                await asyncio.to_thread(shutil.rmtree, self._files, ignore_errors=True)
                 self._report(REDIS, Phase.STOPPED, "")
             if self._lock is not None:
                 remove_state(self.options.run_dir)
@@ -287,12 +292,17 @@ class LocalStack:
             environment = {REDIS_URL_VARIABLE: "", **self._store()}
         return await ChildProcess.start(name, role, address, command, log_file, environment, http)
 
+    @property
+    def _files(self) -> Path:
+        return self.options.run_dir.absolute() / "files"
+
     def _store(self) -> dict[str, str]:
-        """Returns the setting of gateways that makes them keep responses in the stack's Redis, unless the user has set
-        it. Gateways cannot connect to a cluster, or to a master behind Sentinels."""
+        """Returns the settings of gateways that make them keep responses in the stack's Redis, and files in its folder,
+        unless the user has set them. Gateways cannot connect to a cluster, or to a master behind Sentinels."""
         if STORE_URL_VARIABLE in os.environ or not self.redis_url.startswith(("redis://", "rediss://", "unix://")):
             return {}
-        return {STORE_URL_VARIABLE: self.redis_url}
+        files = {} if FILES_VARIABLE in os.environ else {FILES_VARIABLE: str(self._files)}
+        return {STORE_URL_VARIABLE: self.redis_url, **files}
 
     async def _wait_until_all_ready(self) -> None:
         try:

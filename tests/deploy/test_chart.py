@@ -503,6 +503,27 @@ def test_variable_of_other_values_is_refused_as_a_setting(given_twice: dict[str,
 
 
 @pytest.mark.slow
+def test_gateways_get_a_store_and_a_place_for_files() -> None:
+    gateway = {"store": {"secret": "kept", "ports": [6380]}, "files": {"volume": claim_of("files")}}
+    objects = {(one["kind"], one["metadata"]["name"]): one for one in template({**MODEL, "gateway": gateway})}
+    pod = objects["Deployment", "inflight-gateway"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    source = {"secretKeyRef": {"name": "kept", "key": "url"}}
+    assert container["env"] == [{"name": "INFLIGHT_STORE_URL", "valueFrom": source}]
+    assert {"name": "files", **claim_of("files")} in pod["volumes"]
+    assert {"name": "files", "mountPath": "/files"} in container["volumeMounts"]
+    (settings,) = (
+        one for (kind, name), one in objects.items() if kind == "ConfigMap" and name.startswith("inflight-gateway")
+    )
+    assert settings["data"]["INFLIGHT_FILES"] == "/files"
+    policy = objects["NetworkPolicy", "inflight-store"]["spec"]
+    assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
+    assert policy["egress"] == [{"ports": [{"protocol": "TCP", "port": 6380}]}]
+    bucket = template({**MODEL, "gateway": {"store": {"secret": "kept"}, "files": {"bucket": "s3://a/b"}}})
+    assert [one["data"]["INFLIGHT_FILES"] for one in bucket if "INFLIGHT_FILES" in one.get("data", {})] == ["s3://a/b"]
+
+
+@pytest.mark.slow
 def test_authentication_is_off_only_where_the_values_say_so() -> None:
     def keys_files(values: Mapping[str, Any]) -> list[Object]:
         return [found for found in template(values) if "INFLIGHT_API_KEYS_FILE" in found.get("data", {})]

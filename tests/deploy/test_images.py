@@ -197,7 +197,7 @@ def compose() -> dict[str, Any]:
 
 def filled(value: str) -> str:
     """Variables at their defaults."""
-    return re.sub(r"\$\{\w+(?::-([^}]*)|:\?[^}]*)?\}", lambda found: found[1] or "x", value)
+    return re.sub(r"\$\{\w+(?::-([^}]*)|:\?[^}]*)?\}", lambda found: "x" if found[1] is None else found[1], value)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -269,13 +269,14 @@ def test_certificates_of_compose_are_made_once_and_their_folders_belong_to_the_u
     assert set(certificate_folders(service).values()) <= set(made)
 
 
-def test_only_routers_reach_executors_and_redis_in_compose(compose: dict[str, Any]) -> None:
+def test_only_routers_reach_executors_and_with_gateways_redis_in_compose(compose: dict[str, Any]) -> None:
     def on(network: str) -> set[str]:
         return {name for name, service in compose["services"].items() if network in service.get("networks", ())}
 
     assert on("links") == {"executor", "router", "prometheus"}
     assert on("ledger") == {"redis", "router"}
-    for network in ("links", "ledger"):
+    assert on("store") == {"redis", "gateway"}
+    for network in ("links", "ledger", "store"):
         assert compose["networks"][network]["internal"] is True
 
 

@@ -519,7 +519,7 @@ async def test_path_or_method_that_is_not_served_is_answered_with_what_is() -> N
 
 async def test_https_by_certificate_files(redis_url: str, pool: str, tmp_path: Path) -> None:
     made = make_certificates(tmp_path / "certificates")
-    files = {"tls_cert_file": made.certificate("router"), "tls_key_file": made.key("router")}
+    files: dict[str, Any] = {"tls_cert_file": made.certificate("router"), "tls_key_file": made.key("router")}
     async with run_cluster(redis_url, pool) as cluster, run_gateway(address_of(cluster), **files) as gateway:
         trusting = ssl.create_default_context(cafile=str(made.ca_file))
         async with httpx2.AsyncClient(verify=trusting, timeout=60) as http:
@@ -531,7 +531,7 @@ async def test_https_shows_a_new_certificate_to_new_connections_and_keeps_the_ol
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made, next_made = make_certificates(tmp_path / "1"), make_certificates(tmp_path / "2")
-    files = {"tls_cert_file": made.certificate("router"), "tls_key_file": made.key("router")}
+    files: dict[str, Any] = {"tls_cert_file": made.certificate("router"), "tls_key_file": made.key("router")}
     trusting_old = ssl.create_default_context(cafile=str(made.ca_file))
     trusting_new = ssl.create_default_context(cafile=str(next_made.ca_file))
 

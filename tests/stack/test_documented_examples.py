@@ -27,6 +27,7 @@ PAGES = {
     "docs/quickstart.md": {"console", "python"},
     "docs/gateway.md": {"bash", "python"},
     "docs/responses.md": {"python"},
+    "docs/batches.md": {"python"},
     "docs/kserve.md": {"python"},
     "docs/recipes.md": {"bash", "python"},
     "docs/tools.md": {"python"},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import openai
 from inflight.common.http.port import HttpPort
 from inflight.common.rpc.tls import TlsFiles
 from inflight.gateway.app import GatewayApp
+from inflight.gateway.batches.batches import open_batches
 from inflight.gateway.conversion import defaults_of
 from inflight.gateway.main import open_certificates, open_client, open_port
 from inflight.gateway.metrics import Metrics
@@ -44,13 +46,18 @@ class RunningGateway:
 
 
 @asynccontextmanager
-async def run_gateway(*routers: str, **settings: Any) -> AsyncIterator[RunningGateway]:
-    """A gateway on a free port."""
+async def run_gateway(
+    *routers: str, clock: Callable[[], float] = time.time, **settings: Any
+) -> AsyncIterator[RunningGateway]:
+    """A gateway on a free port. `clock` is the time of day for its batches."""
     chosen = GatewaySettings(listen="127.0.0.1:0", routers=routers, **settings)
     client, metrics = open_client(chosen), Metrics()
     try:
-        async with stored_responses(client, chosen, defaults_of(chosen), metrics) as stored:
-            app = GatewayApp(GatewayService(client, chosen, metrics, stored), chosen, metrics)
+        async with (
+            stored_responses(client, chosen, defaults_of(chosen), metrics) as stored,
+            open_batches(client, chosen, metrics, clock) as batches,
+        ):
+            app = GatewayApp(GatewayService(client, chosen, metrics, stored, batches), chosen, metrics)
             certificates = open_certificates(chosen)
             port = open_port(app, chosen, certificates)
             address = await port.start(chosen.listen)

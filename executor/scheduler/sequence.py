@@ -189,6 +189,9 @@ class Sequence:
 
     `adapter_hash` is the content hash of its LoRA adapter, empty for the base model, and `adapter_slot` the slot that
     the adapter is in, None until it is loaded. The adapter stays there until the sequence has ended.
+
+    With `exact_resume` the engine must continue output of earlier placements as if it had produced it. Our own always
+    does.
     """
 
     request_id: str
@@ -236,6 +239,7 @@ class Sequence:
     proposer: Proposer | None = None
     adapter_hash: bytes = b""
     adapter_slot: int | None = None
+    exact_resume: bool = False
 
     @property
     def is_ready(self) -> bool:

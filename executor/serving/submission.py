@@ -117,6 +117,7 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         constraint=_constraint(submit, limits.eos_token_ids),
         max_drafts=_max_drafts(submit, limits.max_drafts),
         adapter_hash=_adapter_hash(submit.adapter_hash, limits.num_adapter_slots),
+        exact_resume=submit.exact_resume,
     )
     if text := limits.unsupported(sequence):
         raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, text)

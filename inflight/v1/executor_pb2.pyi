@@ -113,7 +113,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., generation: _Optional[int] = ..., max_unacked_steps: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs", "router_context", "traceparent", "constraint", "num_prompt_logprobs", "inter_token_target_ms", "max_drafts", "adapter_hash", "stream_interval")
+    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs", "router_context", "traceparent", "constraint", "num_prompt_logprobs", "inter_token_target_ms", "max_drafts", "adapter_hash", "stream_interval", "exact_resume")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class Submit(_message.Message):
     MAX_DRAFTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_HASH_FIELD_NUMBER: _ClassVar[int]
     STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    EXACT_RESUME_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -156,7 +157,8 @@ class Submit(_message.Message):
     max_drafts: int
     adapter_hash: str
     stream_interval: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., router_context: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., constraint: _Optional[_Union[GrammarConstraint, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., inter_token_target_ms: _Optional[int] = ..., max_drafts: _Optional[int] = ..., adapter_hash: _Optional[str] = ..., stream_interval: _Optional[int] = ...) -> None: ...
+    exact_resume: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., router_context: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., constraint: _Optional[_Union[GrammarConstraint, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., inter_token_target_ms: _Optional[int] = ..., max_drafts: _Optional[int] = ..., adapter_hash: _Optional[str] = ..., stream_interval: _Optional[int] = ..., exact_resume: _Optional[bool] = ...) -> None: ...
 
 class GrammarConstraint(_message.Message):
     __slots__ = ("grammar", "hash")

@@ -120,6 +120,7 @@ def new_submit(
         priority=request.priority or types_pb2.PRIORITY_CLASS_STANDARD,
         inter_token_target_ms=request.inter_token_target_ms if request.HasField("inter_token_target_ms") else None,
         max_drafts=request.max_drafts if request.HasField("max_drafts") else None,
+        exact_resume=request.exact_resume,
         num_choices=1,
         num_top_logprobs=output.top_logprobs if wants_logprobs or context.hides_logprobs else None,
         num_prompt_logprobs=output.top_prompt_logprobs if wants_scores else None,

@@ -59,7 +59,10 @@ async def test_description_has_vllms_sizes_and_what_a_resume_cannot_keep(running
     assert (described.model, described.backend, described.eos_token_ids) == ("m", "vllm 0.0", [STOP_ID])
     assert (described.block_size, described.total_blocks) == (FACTS.block_size, FACTS.num_blocks)
     assert (described.max_num_sequences, described.num_standby_sequences) == (FACTS.max_num_sequences, 1)
-    assert (described.batching, described.num_adapter_slots) == (types_pb2.BATCHING_MODE_INFLIGHT, 0)
+    assert (described.batching, described.num_adapter_slots) == (
+        types_pb2.BATCHING_MODE_INFLIGHT,
+        FACTS.num_adapter_slots,
+    )
     assert any("sampled tokens" in text for text in described.inexact_resume)
 
 

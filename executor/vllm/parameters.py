@@ -23,6 +23,10 @@ MAX_TEMPERATURE = 2.0
 # vLLM seeds a generator of torch, which takes a signed number of 64 bits. It takes -1 for no seed.
 NUM_SEEDS = 2**63
 
+# llguidance 1.7, which vLLM 0.32 brings, lets the white space of a schema repeat without end: a model may write nothing
+# else. Behind the marks between values it keeps a limit. Quotes are escaped where the schema is within another grammar.
+WHITESPACE = re.compile(r'(\\?")x-guidance\1:\{\1whitespace_pattern\1:\1(.*?)\1\}')
+MARKS = (("item_separator", ","), ("key_separator", ":"))
 # The key of the output so far among the arguments of a request that are not vLLM's own.
 REPLAYED_OUTPUT = "inflight_replayed_output"
 # Where the output of a request without `exact_resume` that continues after a failure can differ from what it would have
@@ -124,9 +128,9 @@ def cache_salt(sequence: Sequence) -> str | None:
 
 def structured_output(constraint: Constraint) -> dict[str, str] | None:
     """Returns the keywords of vLLM's `StructuredOutputsParams` for a grammar in llguidance's format; None if vLLM
-    cannot take it. vLLM takes one grammar, so those that the first refers to are written into it. A schema is a rule of
-    one: vLLM's own option for schemas replaces the limit of white space that they have."""
-    match json.loads(constraint.grammar):
+    cannot take it. vLLM takes one grammar, so those that the first refers to are written into it, and a schema is a
+    rule of one."""
+    match json.loads(WHITESPACE.sub(_limited_whitespace, constraint.grammar)):
         case {"grammars": [{"json_schema": _} as schema]}:
             return {"grammar": f"%llguidance {{}}\nstart: {_nested(schema)}"}
         case {"grammars": [{"lark_grammar": str(lark)}, *others]}:
@@ -137,6 +141,14 @@ def structured_output(constraint: Constraint) -> dict[str, str] | None:
             # Without the header vLLM may take a grammar for one in GBNF.
             return {"grammar": lark if "%llguidance" in lark else f"%llguidance {{}}\n{lark}"}
     return None
+
+
+def _limited_whitespace(found: re.Match[str]) -> str:
+    """Returns options of a schema that bound its white space in vLLM's llguidance, too."""
+    # In a string within a string, a backslash is escaped once more.
+    quote, pattern = found[1], found[2]
+    pairs = (("whitespace_flexible", "false"), *((name, f"{quote}{mark}(?:{pattern})?{quote}") for name, mark in MARKS))
+    return f"{quote}x-guidance{quote}:{{" + ",".join(f"{quote}{name}{quote}:{value}" for name, value in pairs) + "}"
 
 
 def _with_parts(line: str, parts: Mapping[str, str]) -> str:

@@ -14,13 +14,12 @@ from itertools import zip_longest
 from inflight.executor.engine.output import EngineStatus, ReportedSequence
 from inflight.executor.scheduler.sequence import Sequence
 from inflight.executor.scheduler.step_constraint import StepBounds, StepConstraint
-from inflight.executor.scheduler.step_record import DeviceTimes, KvCounts, LoopPart, PlanCounts, StepRecord
+from inflight.executor.scheduler.step_record import DeviceTimes, KvCounts, PlanCounts, StepRecord
 from inflight.executor.speculation.counts import DraftCounts
 from inflight.executor.vllm.backend import StepStats
 
 # Weight of the newest step: about the last 20 count.
 SMOOTHING = 0.05
-NO_PARTS = (0.0,) * len(LoopPart)
 
 
 @dataclass(slots=True)
@@ -212,7 +211,7 @@ class StepCounts:
         return StepRecord(
             self._total.num_steps,
             self._clock(),
-            NO_PARTS,
+            (),  # vLLM does not say them
             DeviceTimes(0.0, self._newest_s),
             plan,
             work.num_new_tokens,

@@ -86,20 +86,20 @@ async def excluded_tokens_are_not_chosen(backend: Backend) -> None:
 
 async def given_output_is_generated_again(backend: Backend) -> None:
     given = [9, 8, 7, 6]
-    replayed = {"extra_args": {REPLAYED_OUTPUT: given}}
+    replayed: dict[str, Any] = {"extra_args": {REPLAYED_OUTPUT: given}}
     outputs = await generated(backend, PROMPT, 7, **replayed)
     assert tokens_of(outputs)[:4] == given
     assert tokens_of(outputs)[4:] == tokens_of(await generated(backend, [*PROMPT, *given], 3))
     # What is excluded counts it as output.
     after = tokens_of(outputs)[4]
-    words = {"_bad_words_token_ids": [[given[-1], after]]}
+    words: dict[str, Any] = {"_bad_words_token_ids": [[given[-1], after]]}
     assert tokens_of(await generated(backend, PROMPT, 5, **replayed, **words))[4] != after
 
 
 async def grammar_and_random_numbers_continue_behind_given_output(backend: Backend) -> None:
     """SmolLM2 on vLLM only."""
     form = {"grammar": "%llguidance {}\nstart: /[a-z]{3} [0-9]{12}/"}
-    asked = {
+    asked: dict[str, Any] = {
         "structured_outputs": form, "stop_token_ids": [SMOLLM2_EOS], "temperature": 1.5, "seed": 11,
         "frequency_penalty": 1.0,
     }  # fmt: skip

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import anthropic
 import grpc
 import grpc.aio
 import openai
@@ -19,6 +18,7 @@ from inflight import AsyncClient, FinishReason
 from inflight.errors import InflightError
 from inflight.kserve import grpc_service_pb2_grpc
 from inflight.local.stack import LocalStack
+from tests.integration.test_gateway_messages import anthropic_of, text_of
 from tests.integration.test_kserve import by_ids, output_ids
 from tests.stack.test_chat import (  # noqa: F401
     test_chat_answers_and_ends_at_the_models_end_of_sequence,
@@ -54,7 +54,7 @@ from tests.stack.test_tools import (  # noqa: F401
     test_results_of_calls_go_back_to_the_model,
     test_unusable_tools_are_refused_by_name,
 )
-from tests.support.stack.gateways import ANY_KEY, run_gateway
+from tests.support.stack.gateways import run_gateway
 from tests.vllm.conftest import NUM_SEATS, NUM_STANDBY
 
 pytestmark = pytest.mark.timeout(1500)
@@ -70,14 +70,11 @@ async def test_anthropics_client_gets_the_message_of_the_chat(stack: LocalStack)
     async with run_gateway(*stack.router_addresses) as gateway, gateway.openai() as client:
         chat = await client.chat.completions.create(**CHAT, temperature=0, max_tokens=24)
         asked: dict[str, Any] = {**CHAT, "max_tokens": 24, "extra_body": {"temperature": 0}}
-        async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key=ANY_KEY, max_retries=0) as claude:
+        async with anthropic_of(gateway) as claude:
             message = await claude.messages.create(**asked)
             async with claude.messages.stream(**asked) as stream:
                 final = await stream.get_final_message()
-    for one in (message, final):
-        (block,) = one.content
-        assert block.type == "text"
-        assert block.text == chat.choices[0].message.content
+    assert text_of(message) == text_of(final) == chat.choices[0].message.content
 
 
 async def test_kserves_api_gives_the_tokens_of_generate(stack: LocalStack) -> None:

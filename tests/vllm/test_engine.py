@@ -92,6 +92,8 @@ async def test_each_step_publishes_the_tokens_of_all_sequences_at_once(bench: Be
     assert [output.step for output in bench.outputs] == [1, 2, 3, 4]
     assert bench.ends == [("b", FinishReason.LENGTH), ("a", FinishReason.LENGTH)]
     assert [output.record and output.record.num_new_tokens for output in bench.outputs] == [2, 2, 1, 1]
+    # What vLLM does not measure is not said to be 0.
+    assert {output.record and output.record.part_s for output in bench.outputs} == {()}
 
 
 async def test_sequence_boards_with_its_first_token_and_waits_until_then(bench: Bench) -> None:

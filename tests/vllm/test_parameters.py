@@ -184,12 +184,17 @@ def test_schema_keeps_the_order_of_its_properties() -> None:
     assert list(json.loads(form["grammar"].partition("%json ")[2])["properties"]) == ["b", "a"]
 
 
-def test_white_space_in_json_is_limited_as_in_the_schema() -> None:
-    schema = {**SCHEMA, "x-guidance": {"whitespace_pattern": " {0,2}"}}
-    form = structured_output(constraint_of(schema, "json_schema"))
-    assert form is not None
-    matcher = llguidance.LLMatcher(TOKENIZER, llguidance.grammar_from("grammar", form["grammar"]))
-    assert matcher.try_consume_tokens(list(b"{      ")) == len(b"{  ")
+def test_white_space_in_json_is_limited_by_old_versions_of_llguidance_too() -> None:
+    """By those the pattern for white space is repeated. What is left of it stands behind commas and colons."""
+    schema = {**SCHEMA, "x-guidance": {"whitespace_pattern": r"[ \n\r\t]{1,8}"}}
+    text = json.dumps(schema, separators=(",", ":"))
+    for constraint in (constraint_of(schema, "json_schema"), constraint_of(f"start: a\na: %json {text}")):
+        form = structured_output(constraint)
+        assert form is not None
+        assert "whitespace_pattern" not in form["grammar"]
+        for beginning, most in ((b"{", 0), (b'{"b":', 8), (b'{"b":1,', 8)):
+            matcher = llguidance.LLMatcher(TOKENIZER, llguidance.grammar_from("grammar", form["grammar"]))
+            assert matcher.try_consume_tokens(list(beginning + b"\n" * 99)) == len(beginning) + most
 
 
 def test_lark_grammar_cannot_be_taken_for_another_language() -> None:

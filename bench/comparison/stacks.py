@@ -50,7 +50,7 @@ def _vllm_stack_options(options: BenchOptions, variant: Variant) -> StackOptions
     flags = f"--dtype {setup.dtype} --max-model-len {context_tokens(setup)}"
     return StackOptions(
         executors=options.executors,
-        model=str(model.folder),
+        model=options.model,
         executor_program=("env", *(f"{name}={value}" for name, value in own.items()), python, "-P", "-m", COMMAND),
         executor_model=(str(model.folder), model.name),
         executor_args=(

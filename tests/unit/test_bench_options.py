@@ -81,6 +81,8 @@ def test_stack_over_vllm_has_the_seats_and_the_context_of_vllm_alone(
     options = parse_options(["--modes", "inflight-vllm", "--peer", "vllm:serve", "--seats", "4"])
     assert (options.stack_modes, [peer.mode for peer in options.peers]) == (("inflight-vllm",), ["vllm-serve"])
     stack = stack_options(options, "inflight-vllm")
+    # Routers find the name of the model themselves, and it must be that of the executors.
+    assert (stack.model, stack.executor_model) == (options.model, (str(tmp_path), "one"))
     assert stack.executor_args[:2] == ("--engine", "vllm")
     assert stack.executor_args[-2:] == ("--max-num-sequences", "4")
     setup = peer_driver(options, options.peers[0], LocalModel("one", tmp_path, None, 8)).setup

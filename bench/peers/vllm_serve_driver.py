@@ -7,6 +7,7 @@ The client is in this process, as the client of a stack is in that of the benchm
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import queue
 import socket
@@ -49,6 +50,7 @@ class VllmServer:
         self._server = subprocess.Popen(
             [sys.executable, "-m", SERVER, "--model", setup.model, *words], stdout=sys.stderr
         )
+        atexit.register(self._server.terminate)
         self._wait_until_ready()
         self._came: queue.SimpleQueue[TokenBatch | Exception] = queue.SimpleQueue()
         self._loop = asyncio.new_event_loop()

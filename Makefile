@@ -193,6 +193,7 @@ locks:
 	@python3 -m venv .venv-locks && .venv-locks/bin/pip install -q uv
 	@$(LOCK) deploy/locks/build.in -o deploy/locks/build.txt
 	@$(LOCK) --no-deps deploy/locks/model.in -o deploy/locks/model.txt
+	@$(LOCK) --no-deps deploy/locks/executor-vllm.in -o deploy/locks/executor-vllm.txt
 	@$(LOCK) deploy/requirements-front.txt -o deploy/locks/front.txt
 	@$(LOCK) $(SERVER) deploy/locks/torch-cpu.in --override deploy/locks/left-out-cpu.txt -o deploy/locks/executor-cpu.txt
 	@$(LOCK) $(SERVER) --override deploy/locks/left-out-cuda.txt -o deploy/locks/executor-cuda.txt

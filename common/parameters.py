@@ -284,6 +284,7 @@ _TABLE = (
         least=0,
         most=MAX_DRAFTS,
     ),
+    Parameter("exact_resume", "exact_resume", Kind.BOOL),
     Parameter(
         "deadline_s",
         "deadlines.total",

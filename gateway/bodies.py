@@ -196,6 +196,7 @@ class Common(Body):
     priority: Literal["interactive", "standard", "batch"] | PriorityNumber | None = None
     inter_token_target_ms: Annotated[Integer, Field(ge=1, le=MAX_INTER_TOKEN_TARGET_MS)] | None = None
     max_drafts: Annotated[Integer, Field(ge=0, le=MAX_DRAFTS)] | None = None
+    exact_resume: bool | None = None
     resume_ttl_s: Annotated[float, Field(ge=0, le=3600)] | None = None
     include_resources: bool | None = None
     response_format: ResponseFormat | None = None

@@ -199,6 +199,7 @@ def _request(body: Common, defaults: Defaults, max_tokens: int | None) -> infere
         request.inter_token_target_ms = body.inter_token_target_ms
     if body.max_drafts is not None:
         request.max_drafts = body.max_drafts
+    request.exact_resume = bool(body.exact_resume)
     request.truncate_prompt_tokens = body.truncate_prompt_tokens or 0
     ttl_s = defaults.resume_ttl_s if body.resume_ttl_s is None else body.resume_ttl_s
     if body.stream and ttl_s:

@@ -90,6 +90,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: Priority
     inter_token_target_ms: int
     max_drafts: int
+    exact_resume: bool
     tenant: str
     first_token_deadline_s: float
     deadline_s: float

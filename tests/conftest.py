@@ -55,6 +55,7 @@ SLOW = (
     "kernels/",
     "simulation/",
     "stack/",
+    "vllm/test_client_suite.py",
     "vllm/test_real_vllm.py",
 )
 # Run by `make lint`: what only reads sources and pages.
@@ -80,6 +81,7 @@ SHARED_STACKS = {
     "default_stack": ("bfcl", "documented_examples"),
 }
 UNIT_OF_FILE = {f"tests/stack/test_{name}.py": stack for stack, names in SHARED_STACKS.items() for name in names}
+UNIT_OF_FILE |= {f"tests/vllm/test_{name}.py": "vllm" for name in ("client_suite", "real_vllm")}
 
 # `fixed` tries the same examples in every run, `short` a quarter of them, and `explore` looks for new ones.
 # The other two only ask whether a property fails (`tests/mutations`): they do not look for the smallest example.

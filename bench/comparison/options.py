@@ -16,8 +16,10 @@ from inflight.bench.workloads.shapes import SHAPES
 from inflight.cli.parser import CommandParser
 
 STACK_MODES = ("inflight", "static")
+# A stack whose executors have vLLM as their engine.
+VLLM_MODE = "inflight-vllm"
 ENGINE_MODE = "engine"
-MODES = (*STACK_MODES, ENGINE_MODE)
+MODES = (*STACK_MODES, VLLM_MODE, ENGINE_MODE)
 SHARED_CALLS, SINGLE_CALLS = CALLS = ("shared", "single")
 
 
@@ -67,7 +69,7 @@ class BenchOptions:
     @property
     def stack_modes(self) -> tuple[str, ...]:
         """The modes that go through a whole stack."""
-        return tuple(mode for mode in self.modes if mode in STACK_MODES)
+        return tuple(mode for mode in self.modes if mode != ENGINE_MODE)
 
     @property
     def num_targets(self) -> int:
@@ -187,7 +189,8 @@ def _add_targets(add: Callable[..., argparse.Action]) -> None:
         "--modes",
         type=_names(MODES),
         metavar="MODE,…",
-        help="inflight and static: through a whole stack; engine: the in-flight engine alone; default: inflight,static",
+        help="inflight and static: through a whole stack; inflight-vllm: through one with vLLM as the engine, which "
+        "`make test-vllm` installs; engine: the in-flight engine alone; default: inflight,static",
     )
     add("--engine-only", action="store_true", help="the same as --modes engine")
     add(

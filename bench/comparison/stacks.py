@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from inflight.bench.comparison.options import ENGINE_MODE, PLAIN, BenchOptions, Variant
-from inflight.bench.peers.catalogue import READS_GGUF, SOURCES, PeerChoice, peer_environment
-from inflight.bench.peers.driver import Setup
-from inflight.bench.targets.driven import Driver
-from inflight.bench.targets.model import LocalModel
+from inflight.bench.comparison.options import ENGINE_MODE, PLAIN, VLLM_MODE, BenchOptions, Variant
+from inflight.bench.peers.catalogue import READS_GGUF, SOURCES, PeerChoice, parse_peer, peer_environment
+from inflight.bench.peers.driver import Setup, context_tokens
+from inflight.bench.targets.driven import START_TIMEOUT_S, Driver
+from inflight.bench.targets.model import LocalModel, local_model
 from inflight.bench.workloads.generate import build_workload
 from inflight.bench.workloads.plan import GATE_TOKENS, Workload
 from inflight.common.disk_cache import cache_folder
@@ -25,15 +25,40 @@ EXTRA_SEATS = 4
 BLOCK_SLACK_TOKENS = 16
 
 RUN_FOLDER = Path("run")
+COMMAND = "inflight.cli.main"
 
 
 def stack_options(options: BenchOptions, mode: str, variant: Variant = PLAIN) -> StackOptions:
-    """Returns the stack of one mode. Everything but the mode is the same, the size of the KV pool included."""
+    """Returns the stack of one mode. Everything but the mode is the same, the size of the KV pool included; with vLLM,
+    what its peer has."""
+    if mode == VLLM_MODE:
+        return _vllm_stack_options(options, variant)
     return StackOptions(
         executors=options.executors,
         model=options.model,
         executor_args=(*_executor_flags(options, mode), *variant.flags),
         run_dir=RUN_FOLDER / f"bench-{variant.mode(mode)}",
+    )
+
+
+def _vllm_stack_options(options: BenchOptions, variant: Variant) -> StackOptions:
+    (peer,), model = parse_peer("vllm"), local_model(options.model)
+    setup = _setup(options, str(model.folder), ())
+    base = {"PATH": os.environ.get("PATH", "")}
+    own = {name: value for name, value in peer_environment(peer, base, usable_cores()).items() if name not in base}
+    python = os.environ.get("INFLIGHT_VLLM_PYTHON") or peer.command[0]
+    flags = f"--dtype {setup.dtype} --max-model-len {context_tokens(setup)}"
+    return StackOptions(
+        executors=options.executors,
+        model=options.model,
+        executor_program=("env", *(f"{name}={value}" for name, value in own.items()), python, "-P", "-m", COMMAND),
+        executor_model=(str(model.folder), model.name),
+        executor_args=(
+            *("--engine", "vllm", f"--engine-args={flags}", "--max-num-sequences", str(options.seats)),
+            *variant.flags,
+        ),
+        run_dir=RUN_FOLDER / f"bench-{variant.mode(VLLM_MODE)}",
+        start_timeout_s=START_TIMEOUT_S,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 import shlex
+import signal
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
 from inflight import AsyncClient
-from inflight.bench.comparison.options import ENGINE_MODE, PLAIN, SHARED_CALLS, BenchOptions, Variant
+from inflight.bench.comparison.options import ENGINE_MODE, PLAIN, SHARED_CALLS, VLLM_MODE, BenchOptions, Variant
 from inflight.bench.comparison.progress import Progress
 from inflight.bench.comparison.stacks import engine_driver, peer_driver, stack_options
 from inflight.bench.peers.catalogue import PeerChoice, missing_words, shortcomings
@@ -122,7 +123,10 @@ async def _start_stack(options: BenchOptions, mode: str, variant: Variant, opene
     for calls in options.calls:
         client = await opened.enter_async_context(_client(stack.address, calls))
         name = _mode(variant.mode(mode), calls)
-        target = StackTarget(name, stack.address, client, options.slo, sessions_of(stack), words)
+        paused = tuple(child.pid for child in stack.executors) if mode == VLLM_MODE else ()
+        target = StackTarget(name, stack.address, client, options.slo, sessions_of(stack), words, paused=paused)
+        target.signal(signal.SIGSTOP)
+        opened.callback(target.signal, signal.SIGCONT)  # a stopped process cannot end
         targets += target.at_intervals(options.stream_intervals)
     return targets
 

@@ -25,10 +25,12 @@ LIBRARY_FOLDERS = tuple(
 KV_CACHE_GIB = 2
 
 VARIANTS: Mapping[str, tuple[str, ...]] = {
-    "vllm": ("compiled", "eager", "ngram"),
+    "vllm": ("compiled", "eager", "ngram", "serve"),
     "llama": ("file", "q4_0"),
     "transformers": ("static-8", "static-32", "continuous"),
 }
+# The one that is driven through its own server.
+SERVER = ("vllm", "serve")
 # A library that we depend on ourselves.
 OUR_OWN = frozenset({"transformers"})
 # Peers that read the GGUF file itself instead of the folder that is made of it.
@@ -74,7 +76,8 @@ class PeerChoice:
         """Starts the driver with the interpreter of the peer's environment."""
         folder = self.environment_folder
         python = sys.executable if folder is None else str((folder / "bin" / "python").absolute())
-        return (python, "-P", "-m", f"inflight.bench.peers.{self.name}_driver")
+        module = "vllm_serve" if (self.name, self.variant) == SERVER else self.name
+        return (python, "-P", "-m", f"inflight.bench.peers.{module}_driver")
 
 
 def parse_peer(text: str) -> tuple[PeerChoice, ...]:

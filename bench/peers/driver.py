@@ -22,7 +22,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TextIO
+
+CONTEXT_STEP_TOKENS = 2048
 
 
 class CannotRun(Exception):
@@ -44,6 +47,13 @@ class Setup:
     dtype: str = "bfloat16"
     variant: str = ""
     arguments: tuple[str, ...] = ()
+
+
+def context_tokens(setup: Setup) -> int:
+    """Room for the longest request, in steps: vLLM compiles again for each length, which takes a minute or more."""
+    wanted = -(-setup.max_request_tokens // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS
+    config = json.loads((Path(setup.model) / "config.json").read_text())
+    return min(wanted, int(config.get("max_position_embeddings", wanted)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,15 @@ eager. Runs in vLLM's own environment."""
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from pathlib import Path
 
 from vllm import LLM, SamplingParams, TokensPrompt
 from vllm import __version__ as vllm_version
 from vllm.sampling_params import RequestOutputKind
 
-from inflight.bench.peers.driver import Request, Setup, TokenBatch, serve
+from inflight.bench.peers.driver import Request, Setup, TokenBatch, context_tokens, serve
 
-CONTEXT_STEP_TOKENS = 2048
 # As many drafted tokens as ours by default, looked up by n-grams of the same lengths.
 NGRAM_DRAFTS = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
 
@@ -64,13 +61,6 @@ class VllmEngine:
         num_steps, self._num_steps = self._num_steps, 0
         self._num_runs += 1
         return {"num_steps": num_steps}
-
-
-def context_tokens(setup: Setup) -> int:
-    """Room for the longest request, in steps: vLLM compiles again for each length, which takes a minute or more."""
-    wanted = -(-setup.max_request_tokens // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS
-    config = json.loads((Path(setup.model) / "config.json").read_text())
-    return min(wanted, int(config.get("max_position_embeddings", wanted)))
 
 
 if __name__ == "__main__":

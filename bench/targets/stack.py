@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from inflight import AsyncClient
@@ -15,10 +18,15 @@ from inflight.cli.call_errors import in_words
 from inflight.errors import InflightError
 from inflight.local.stack import LocalStack
 
+RESUME_TIMEOUT_S = 120.0
+RESUME_INTERVAL_S = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class StackTarget:
-    """A router that runs; `sessions` are the process sessions behind it, where they are ours."""
+    """A router that runs; `sessions` are the process sessions behind it, where they are ours.
+
+    The process groups in `paused` are stopped between runs: an idle vLLM waits with a part of a core."""
 
     mode: str
     address: str
@@ -27,6 +35,7 @@ class StackTarget:
     sessions: Mapping[str, int]
     words: dict[str, str]
     stream_interval: int = 1
+    paused: tuple[int, ...] = ()
 
     def at_intervals(self, intervals: Sequence[int]) -> list[StackTarget]:
         """Returns the same stack once for each number of tokens in an event."""
@@ -38,6 +47,7 @@ class StackTarget:
     async def run(self, workload: Workload, round_number: int, on_tokens: OnTokens) -> Run:
         """Runs a workload to its end."""
         try:
+            await self._resume()
             return await run_workload(
                 self.client,
                 workload,
@@ -50,6 +60,26 @@ class StackTarget:
             )
         except InflightError as error:
             raise TargetError(in_words(error, self.address)) from None
+        finally:
+            self.signal(signal.SIGSTOP)
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the executors that are stopped between runs."""
+        for group in self.paused:
+            with suppress(ProcessLookupError):
+                os.killpg(group, number)
+
+    async def _resume(self) -> None:
+        """Returns when the executors that were stopped take work again."""
+        if not self.paused:
+            return
+        self.signal(signal.SIGCONT)
+        async with asyncio.timeout(RESUME_TIMEOUT_S):
+            while True:
+                executors = (await self.client.capacity()).executors
+                if sum(one.accepting for one in executors) == len(self.paused):
+                    return
+                await asyncio.sleep(RESUME_INTERVAL_S)  # the API has no watch
 
 
 def sessions_of(stack: LocalStack) -> dict[str, int]:

@@ -20,7 +20,7 @@ from inflight.executor.adapters.peft_files import (
     parse,
     read_files,
 )
-from inflight.executor.adapters.weights import AdapterLimits, AdapterWeights
+from inflight.executor.adapters.weights import AdapterLimits, AdapterWeights, RankLimit
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class KnownAdapter:
 class AdapterFolder:
     """The adapters for one model. `look` and `read` may be slow, and may be called on any thread."""
 
-    def __init__(self, folder: Path, limits: AdapterLimits) -> None:
+    def __init__(self, folder: Path, limits: AdapterLimits | RankLimit) -> None:
         self._folder = folder
         self._limits = limits
         self._known: dict[str, tuple[Versions, KnownAdapter | None]] = {}

@@ -22,7 +22,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from inflight.executor.adapters.errors import AdapterError
-from inflight.executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights, module_name
+from inflight.executor.adapters.weights import (
+    MATRICES,
+    AdapterLimits,
+    AdapterMatrix,
+    AdapterWeights,
+    RankLimit,
+    module_name,
+)
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -82,9 +89,14 @@ def read_files(folder: Path) -> AdapterFiles:
         raise AdapterError(f"its files cannot be read: {error}") from error
 
 
-def parse(files: AdapterFiles, limits: AdapterLimits) -> AdapterWeights:
-    """Returns the weights. Raises `AdapterError` if they cannot be used with the model."""
+def parse(files: AdapterFiles, limits: AdapterLimits | RankLimit) -> AdapterWeights:
+    """Returns the weights; with a limit of the rank alone, only what the configuration says. Raises `AdapterError` if
+    they cannot be used with the model."""
     config = _Config(_json_object(files.config))
+    if isinstance(limits, RankLimit):
+        if config.largest_rank > limits.max_rank:
+            raise AdapterError(f"rank {config.largest_rank} is above max_adapter_rank={limits.max_rank}")
+        return AdapterWeights((), config.largest_rank)
     tensors = _tensors(files.weights)
     modules = dict(limits.modules())
     config.check_targets(modules, limits.shape.num_layers)
@@ -135,6 +147,11 @@ class _Config:
 
     def rank_of(self, module: str) -> int:
         return int(_by_pattern(self._ranks, module, self.rank))
+
+    @property
+    def largest_rank(self) -> int:
+        """The largest rank that it names."""
+        return int(max(self.rank, *self._ranks.values(), 0))
 
     def scale_of(self, module: str) -> float:
         rank = self.rank_of(module)

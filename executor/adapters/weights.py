@@ -45,14 +45,17 @@ class AdapterMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterWeights:
-    """For each layer the change of each of MATRICES; None where the adapter has none."""
+    """For each layer the change of each of MATRICES; None where the adapter has none. Without layers, `declared_rank`
+    is the rank that its configuration names."""
 
     layers: tuple[tuple[AdapterMatrix | None, ...], ...]
+    declared_rank: int = 0
 
     @property
     def rank(self) -> int:
         """The largest rank."""
-        return max((matrix.rank for layer in self.layers for matrix in layer if matrix is not None), default=0)
+        ranks = (matrix.rank for layer in self.layers for matrix in layer if matrix is not None)
+        return max(ranks, default=self.declared_rank)
 
     def part_of(self, shard: Shard, shape: DecoderShape) -> AdapterWeights:
         """Returns what a rank of a model needs of the adapter: all of A, and its rows of B."""
@@ -68,6 +71,13 @@ class AdapterWeights:
                 for layer in self.layers
             )
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RankLimit:
+    """The largest rank, of adapters whose weights another engine reads."""
+
+    max_rank: int
 
 
 @dataclass(frozen=True, slots=True)

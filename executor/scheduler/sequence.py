@@ -225,6 +225,9 @@ class Sequence:
     when that step retires.
 
     `tenant` and `adapter_name` are what it is charged to. `used` is what it has used, None until it has ended.
+
+    With `exact_resume` the engine must continue output of earlier placements as if it had produced it. Our own always
+    does.
     """
 
     request_id: str
@@ -279,6 +282,7 @@ class Sequence:
     tenant: str = ""
     adapter_name: str = ""
     used: Resources | None = None
+    exact_resume: bool = False
 
     @property
     def is_ready(self) -> bool:

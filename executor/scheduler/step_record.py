@@ -115,8 +115,9 @@ class KvCounts(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """One step. `part_s` are the seconds that the loop's parts took since the previous record. `num_active` sequences
-    have a seat afterwards, `num_queued` have none. A failed step has no tokens."""
+    """One step. `part_s` are the seconds that the loop's parts took since the previous record; empty if an engine does
+    not measure them. `num_active` sequences have a seat afterwards, `num_queued` have none. A failed step has no
+    tokens."""
 
     step: int
     ended_s: float

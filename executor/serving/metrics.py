@@ -66,7 +66,7 @@ class StepMetrics:
         self._decodes.observe(plan.num_decodes)
         self._prefill_tokens.observe(plan.prefill_tokens)
         self._decode_tokens.observe(plan.num_decodes)
-        for name, seconds in zip(PART_NAMES, record.part_s, strict=True):
+        for name, seconds in zip(PART_NAMES, record.part_s, strict=False):
             self.part_s[name] += seconds
         self.prompt_tokens += plan.boarded_prompt_tokens
         self.output_tokens += record.num_new_tokens

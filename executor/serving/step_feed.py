@@ -36,7 +36,7 @@ def iteration_stats(
         exposed_host_ms=exposed_s * 1000,
         parts=[
             stats_pb2.StepPart(name=name, ms=seconds * 1000)
-            for name, seconds in zip(PART_NAMES, record.part_s, strict=True)
+            for name, seconds in zip(PART_NAMES, record.part_s, strict=False)
         ],
         num_active_requests=record.num_active,
         num_queued_requests=record.num_queued,

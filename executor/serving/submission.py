@@ -126,6 +126,7 @@ def sequence_from_submit(submit: executor_pb2.Submit, limits: SubmissionLimits) 
         pooled=pooled,
         tenant=_account_name(submit, "tenant"),
         adapter_name=_account_name(submit, "adapter_name"),
+        exact_resume=submit.exact_resume,
     )
     if text := limits.unsupported(sequence):
         raise SubmissionError(executor_pb2.REJECT_REASON_UNSUPPORTED, text)

@@ -15,6 +15,8 @@ OF_THE_PROCESS = frozenset(
     | {"num_standby_sequences", "num_threads", "insecure", "tls_cert_file", "tls_key_file", "tls_ca_file"}
     | {"router_names", "health_listen", "http_listen", "otlp_endpoint", "orphan_grace_s", "retain_ended_s"}
     | {"watchdog_s", "drain_timeout_s", "log_level", "log_format"}
+    # With a folder they are flags of vLLM, too.
+    | {"adapter_folder", "max_adapters", "max_adapter_rank"}
 )
 # Settings that vLLM has under another name, with the same meaning.
 FLAGS = {
@@ -46,6 +48,9 @@ def engine_arguments(settings: ExecutorSettings, model_folder: Path) -> list[str
         if name in changed:
             arguments += [flag, str(changed[name])]
     arguments += [flag for name, flag in SWITCHES.items() if name in changed]
+    if settings.adapter_folder is not None:
+        arguments += ["--enable-lora", "--max-loras", str(settings.max_adapters)]
+        arguments += ["--max-lora-rank", str(settings.max_adapter_rank)]
     return [*arguments, *_own_arguments(settings.engine_args)]
 
 

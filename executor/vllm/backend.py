@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from inflight.executor.scheduler.sequence import TokenLogprobs
@@ -25,7 +26,8 @@ class RefusedError(Exception):
 class Facts:
     """Properties of a started vLLM. `num_blocks` are the KV blocks that requests can use, of `block_size` tokens.
 
-    `dtype`, `weight_dtype` and `kv_cache_dtype` are names, such as `bfloat16`.
+    `dtype`, `weight_dtype` and `kv_cache_dtype` are names, such as `bfloat16`. `can_replay`: it can generate given
+    tokens (`parameters.REPLAYED_OUTPUT`). `num_adapter_slots` LoRA adapters can be loaded at once.
     """
 
     version: str
@@ -40,6 +42,8 @@ class Facts:
     kv_cache_dtype: str
     device: str
     tensor_parallel_size: int = 1
+    can_replay: bool = False
+    num_adapter_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +92,31 @@ class Backend(Protocol):
         """Calls `on_step` after every step, before the requests' own readers run."""
         ...
 
+    def watch_cache(self, on_change: Callable[[int], None]) -> None:
+        """Calls `on_change` with the number of blocks in the prefix cache, whether a request uses them or not, when it
+        changes. Never, if vLLM does not say it."""
+        ...
+
     def generate(
-        self, request_id: str, prompt_ids: list[int], parameters: Mapping[str, Any], cache_salt: str | None
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        parameters: Mapping[str, Any],
+        cache_salt: str | None,
+        adapter_slot: int | None = None,
     ) -> AsyncIterator[Produced]:
-        """Generates with these keywords of `SamplingParams`. Closing the iterator, or cancelling its reader, aborts the
-        request, whose blocks are free after the next step. Raises `RefusedError` and `BackendLostError`."""
+        """Generates with these keywords of `SamplingParams`, and with the adapter in a slot. Closing the iterator, or
+        cancelling its reader, aborts the request, whose blocks are free after the next step. Raises `RefusedError` and
+        `BackendLostError`."""
+        ...
+
+    async def load_adapter(self, slot: int, name: str, folder: Path) -> None:
+        """Loads a LoRA adapter of PEFT's form in place of the one in the slot, which no request uses. `name` is unlike
+        that of any other content. Raises `RefusedError`."""
+        ...
+
+    async def remove_adapter(self, slot: int) -> None:
+        """Empties a slot that no request uses."""
         ...
 
     async def wait_until_lost(self) -> None:

@@ -26,7 +26,7 @@ from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.seat_view import SequencePhase, SequenceSnapshot
 from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, ScoredRows, Sequence
 from inflight.executor.vllm.backend import Backend, BackendLostError, Produced, RefusedError, StepStats
-from inflight.executor.vllm.parameters import cache_salt, sampling_parameters
+from inflight.executor.vllm.parameters import cache_salt, replays, sampling_parameters
 from inflight.executor.vllm.steps import Standing, StepCounts, Work
 
 log = logging.getLogger(__name__)
@@ -39,9 +39,10 @@ NO_STEP = StepStats(num_running=0, num_waiting=0, kv_usage=0.0)
 @dataclass(slots=True, eq=False)
 class Request:
     """A sequence that vLLM has. `seat` is its number for monitoring, None until its first token and while it is
-    preempted."""
+    preempted. The last `num_replayed` of its tokens are still to be generated again."""
 
     sequence: Sequence
+    num_replayed: int = 0
     reader: asyncio.Task[None] | None = None
     seat: int | None = None
     has_boarded: bool = False
@@ -94,7 +95,10 @@ class VllmEngine:
         self._output = EngineOutput(0)
         self._is_flush_due = False
         self._is_dead = False
+        # Blocks in vLLM's prefix cache.
+        self._num_published_blocks = 0
         backend.watch_steps(self._on_step)
+        backend.watch_cache(self._on_cache)
 
     # Commands.
 
@@ -138,7 +142,8 @@ class VllmEngine:
             return refusal
         num_reserved_tokens = sequence.num_reserved_blocks * self._block_size
         sequence.length_limit = min(self._gate.max_total_tokens(sequence), num_reserved_tokens)
-        request = self._requests[sequence] = Request(sequence)
+        is_replayed = replays(sequence, can_replay=self._backend.facts.can_replay)
+        request = self._requests[sequence] = Request(sequence, sequence.num_output_tokens if is_replayed else 0)
         if sequence.is_ready:
             self._begin(request)
         return None
@@ -190,10 +195,11 @@ class VllmEngine:
         """Reads a request to its end. An end from outside cancels it."""
         sequence = request.sequence
         # Attempts of a request are different requests to vLLM.
-        name, prompt_ids = f"{sequence.request_id}#{sequence.attempt}", list(sequence.token_ids)
+        name, num_given = f"{sequence.request_id}#{sequence.attempt}", len(sequence.token_ids) - request.num_replayed
+        parameters = sampling_parameters(sequence, num_given)
         try:
             async for produced in self._backend.generate(
-                name, prompt_ids, sampling_parameters(sequence), cache_salt(sequence)
+                name, sequence.token_ids[:num_given], parameters, cache_salt(sequence), sequence.adapter_slot
             ):
                 self._take(request, produced)
         except BackendLostError:
@@ -220,9 +226,14 @@ class VllmEngine:
             request.seat = heapq.heappop(self._free_seats) if self._free_seats else None
             self._output.boarded += (sequence,)
         self._score(sequence, produced)
-        logprobs = produced.logprobs or (None,) * len(produced.token_ids)
+        is_same, num_again = self._compare(request, produced.token_ids)
+        if not is_same:
+            self._end(sequence, FinishReason.ERROR, error="vLLM has not generated the output so far again")
+            return
+        token_ids = produced.token_ids[num_again:]
+        logprobs = produced.logprobs[num_again:] or (None,) * len(token_ids)
         tokens = self._output.tokens
-        for token_id, values in zip(produced.token_ids, logprobs, strict=True):
+        for token_id, values in zip(token_ids, logprobs, strict=True):
             offset = sequence.num_output_tokens
             if values is not None:
                 sequence.logprobs[offset] = values
@@ -230,10 +241,18 @@ class VllmEngine:
             tokens.sequences.append(sequence)
             tokens.offsets.append(offset)
             tokens.token_ids.append(token_id)
-        self._work.produce(len(produced.token_ids))
+        self._work.produce(len(token_ids))
         if produced.finish_reason is not None:
             self._end_as(sequence, produced.finish_reason)
         self._flush_soon()
+
+    def _compare(self, request: Request, token_ids: tuple[int, ...]) -> tuple[bool, int]:
+        """Takes what was to be generated again. Returns whether it is the same, and how many of the tokens it was."""
+        num_left, num_again = request.num_replayed, min(request.num_replayed, len(token_ids))
+        known = request.sequence.token_ids
+        start = len(known) - num_left
+        request.num_replayed -= num_again
+        return known[start : start + num_again] == list(token_ids[:num_again]), num_again
 
     def _score(self, sequence: Sequence, produced: Produced) -> None:
         """Keeps the log probabilities of the prompt. Those of earlier output, which is prompt to vLLM, are not asked
@@ -282,6 +301,11 @@ class VllmEngine:
         before the flush."""
         self._newest = stats
         self._work.step(stats)
+        self._flush_soon()
+
+    def _on_cache(self, num_blocks: int) -> None:
+        """Takes the size of the prefix cache, which comes a moment after the step that changed it."""
+        self._num_published_blocks = num_blocks
         self._flush_soon()
 
     def _die(self) -> None:
@@ -369,6 +393,7 @@ class VllmEngine:
         return Standing(
             total_blocks=self._num_blocks,
             used_blocks=self._num_used_blocks,
+            published_blocks=self._num_published_blocks,
             overrun_blocks=self._num_overrun_blocks,
             reserved_blocks=self._gate.num_reserved_blocks,
             max_num_sequences=self._limits.max_num_sequences,

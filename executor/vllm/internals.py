@@ -1,8 +1,8 @@
-"""vLLM itself: the only module that imports it.
+"""vLLM itself: the only module that imports it, besides `replay.py`, which runs in vLLM's own processes.
 
-It uses `AsyncLLM` (`generate`, its configuration, its task `output_handler`), the flags of `AsyncEngineArgs`, a stat
-logger, and the fields of `SamplingParams`. Stat loggers and their statistics are no stable interface of vLLM, so the
-supported versions are checked at the start.
+It uses `AsyncLLM` (`generate`, its adapters, its task `output_handler`), the flags of `AsyncEngineArgs` and the
+`VllmConfig` that they make, a stat logger, KV events, and the fields of `SamplingParams`. Stat loggers and their
+statistics are no stable interface of vLLM, so the supported versions are checked at the start.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 from inflight.common.model_source import ModelError
@@ -25,15 +27,26 @@ log = logging.getLogger(__name__)
 # The oldest version, and the newest one that the tests ran with.
 MIN_VERSION = (0, 30)
 TESTED_VERSION = (0, 32)
+REPLAY_PROCESSOR = "inflight.executor.vllm.replay:ReplayedOutput"
 
 
 class VllmBackend:
     """Implements `Backend` with an `AsyncLLM`."""
 
-    def __init__(self, llm: Any, facts: Facts, on_step: list[Callable[[StepStats], None]]) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        facts: Facts,
+        on_step: list[Callable[[StepStats], None]],
+        cache_events: CacheEvents | None = None,
+    ) -> None:
         self._llm = llm
         self._facts = facts
         self._on_step = on_step
+        self._cache_events = cache_events
+        # By slot. vLLM knows an adapter by a number, which is never used again.
+        self._adapters: dict[int, Any] = {}
+        self._num_adapters = 0
 
     @property
     def facts(self) -> Facts:
@@ -44,8 +57,18 @@ class VllmBackend:
         """See `Backend`."""
         self._on_step.append(on_step)
 
+    def watch_cache(self, on_change: Callable[[int], None]) -> None:
+        """See `Backend`."""
+        if self._cache_events is not None:
+            self._cache_events.watch(on_change)
+
     async def generate(
-        self, request_id: str, prompt_ids: list[int], parameters: Mapping[str, Any], cache_salt: str | None
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        parameters: Mapping[str, Any],
+        cache_salt: str | None,
+        adapter_slot: int | None = None,
     ) -> AsyncIterator[Produced]:
         """See `Backend`."""
         from vllm.exceptions import VLLMClientError
@@ -55,8 +78,9 @@ class VllmBackend:
         if cache_salt is not None:
             prompt["cache_salt"] = cache_salt
         num_likeliest = parameters.get("logprobs"), parameters.get("prompt_logprobs")
+        adapter = None if adapter_slot is None else self._adapters[adapter_slot]
         try:
-            outputs = self._llm.generate(prompt, _sampling_params(parameters), request_id)
+            outputs = self._llm.generate(prompt, _sampling_params(parameters), request_id, lora_request=adapter)
             async with aclosing(outputs):
                 async for output in outputs:
                     yield produced_of(output, *num_likeliest)
@@ -65,13 +89,94 @@ class VllmBackend:
         except (VLLMClientError, ValueError) as error:
             raise RefusedError(str(error)) from error
 
+    async def load_adapter(self, slot: int, name: str, folder: Path) -> None:
+        """See `Backend`."""
+        from vllm.lora.request import LoRARequest
+
+        await self.remove_adapter(slot)
+        self._num_adapters += 1
+        adapter = LoRARequest(lora_name=name, lora_int_id=self._num_adapters, lora_path=str(folder))
+        try:
+            await self._llm.add_lora(adapter)
+        except Exception as error:
+            raise RefusedError(str(error)) from error
+        self._adapters[slot] = adapter
+
+    async def remove_adapter(self, slot: int) -> None:
+        """See `Backend`."""
+        adapter = self._adapters.pop(slot, None)
+        if adapter is not None:
+            await self._llm.remove_lora(adapter.lora_int_id)
+
     async def wait_until_lost(self) -> None:
         """See `Backend`. The task that reads from the engine ends when the engine has."""
         await asyncio.wait((self._llm.output_handler,))
 
     def close(self) -> None:
         """See `Backend`."""
+        if self._cache_events is not None:
+            self._cache_events.close()
         self._llm.shutdown()
+
+
+class CachedBlocks:
+    """The blocks of the prefix cache, by vLLM's KV events. If layers of several kinds have blocks of their own, those
+    of the first kind count. vLLM repeats a block when another request uses it."""
+
+    def __init__(self) -> None:
+        self._hashes: set[Any] = set()
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def take(self, events: Sequence[Any]) -> None:
+        """Takes the events of a step."""
+        for event in events:
+            kind = type(event).__name__
+            if kind == "AllBlocksCleared":
+                self._hashes.clear()
+            elif not getattr(event, "group_idx", None):
+                change = self._hashes.update if kind == "BlockStored" else self._hashes.difference_update
+                change(event.block_hashes)
+
+
+class CacheEvents:
+    """Receives KV events, which vLLM's engine publishes by ZeroMQ, over a socket in a folder of its own."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="inflight-")
+        self._blocks = CachedBlocks()
+        self._reading: asyncio.Task[None] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        """Where vLLM is to publish."""
+        return f"ipc://{self._folder.name}/kv"
+
+    def watch(self, on_change: Callable[[int], None]) -> None:
+        """Reads from now on, and calls `on_change` with the number of blocks."""
+        self._reading = asyncio.create_task(self._read(on_change), name="KV events of vLLM")
+
+    async def _read(self, on_change: Callable[[int], None]) -> None:
+        import msgspec
+        import zmq.asyncio
+        from vllm.distributed.kv_events import KVEventBatch
+
+        decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as socket:
+            socket.setsockopt(zmq.SUBSCRIBE, b"")
+            socket.connect(self.endpoint)
+            while True:
+                # A topic, a number and the events.
+                parts = await socket.recv_multipart()
+                self._blocks.take(decoder.decode(parts[-1]).events)
+                on_change(len(self._blocks))
+
+    def close(self) -> None:
+        """Stops reading."""
+        if self._reading is not None:
+            self._reading.cancel()
+        self._folder.cleanup()
 
 
 async def start_vllm(arguments: Sequence[str]) -> VllmBackend:
@@ -91,12 +196,35 @@ async def start_vllm(arguments: Sequence[str]) -> VllmBackend:
     on_step: list[Callable[[StepStats], None]] = []
     try:
         with ending_with_this_process():
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(flags), stat_loggers=[_stat_logger(on_step)])
+            config = AsyncEngineArgs.from_cli_args(flags).create_engine_config()
+            can_replay, cache_events = allow_replay(config), publish_cache(config)
+            llm = AsyncLLM.from_vllm_config(config, stat_loggers=[_stat_logger(on_step)])
     except Exception as error:
         log.exception("vLLM does not start")
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise ModelError(f"vLLM does not start: {first_line}") from error
-    return VllmBackend(llm, facts_of(llm.vllm_config, version), on_step)
+    return VllmBackend(llm, facts_of(llm.vllm_config, version, can_replay=can_replay), on_step, cache_events)
+
+
+def publish_cache(config: Any) -> CacheEvents | None:
+    """Makes vLLM publish its KV events, and returns what receives them; None without a prefix cache, and if the user
+    publishes them elsewhere."""
+    from vllm.config import KVEventsConfig
+
+    if config.kv_events_config is not None or not config.cache_config.enable_prefix_caching:
+        return None
+    events = CacheEvents()
+    config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=events.endpoint)
+    return events
+
+
+def allow_replay(config: Any) -> bool:
+    """Makes vLLM load what generates given tokens again, and returns whether it can: not when it drafts, and not in its
+    second model runner, which has another interface for logits processors."""
+    if config.speculative_config is not None or getattr(config, "use_v2_model_runner", False):
+        return False
+    config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), REPLAY_PROCESSOR]
+    return True
 
 
 def check_version() -> str:
@@ -120,7 +248,7 @@ def check_version() -> str:
     return str(__version__)
 
 
-def facts_of(config: Any, version: str) -> Facts:
+def facts_of(config: Any, version: str, *, can_replay: bool = False) -> Facts:
     """Returns the properties of a started vLLM from its `VllmConfig`. Raises `SettingError` for a setting of vLLM that
     contradicts admission by the ledger."""
     cache, scheduler, model, parallel = (
@@ -145,6 +273,8 @@ def facts_of(config: Any, version: str) -> Facts:
         kv_cache_dtype=dtype if cache.cache_dtype == "auto" else str(cache.cache_dtype),
         device=str(config.device_config.device_type),
         tensor_parallel_size=parallel.tensor_parallel_size,
+        can_replay=can_replay,
+        num_adapter_slots=0 if config.lora_config is None else config.lora_config.max_loras,
     )
 
 

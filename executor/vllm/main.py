@@ -6,6 +6,7 @@ Exit codes are those of `inflight.executor.main`; 1 also when vLLM's engine has 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import time
@@ -35,11 +36,12 @@ from inflight.executor.serving.report import policy_proto
 from inflight.executor.serving.service import ExecutorService, Identity
 from inflight.executor.serving.submission import SubmissionLimits
 from inflight.executor.settings import ExecutorSettings
+from inflight.executor.vllm.adapters import open_adapters
 from inflight.executor.vllm.arguments import engine_arguments
 from inflight.executor.vllm.backend import Backend
 from inflight.executor.vllm.engine import VllmEngine
 from inflight.executor.vllm.internals import start_vllm
-from inflight.executor.vllm.parameters import INEXACT_RESUME, unsupported
+from inflight.executor.vllm.parameters import INEXACT_RESUME, INEXACT_WITHOUT_REPLAY, unsupported
 from inflight.v1 import executor_pb2, types_pb2
 
 log = logging.getLogger(__name__)
@@ -72,7 +74,9 @@ async def run_vllm_executor(settings: ExecutorSettings, tls: TlsFiles | None) ->
     backend = await start_vllm(engine_arguments(settings, source.folder))
     try:
         engine, serving = build_vllm_executor(settings, source, backend, tls)
-        has_failed = await serve(settings, serving, tls, engine.start, [backend.wait_until_lost])
+        adapters = serving.service.adapters
+        others = [backend.wait_until_lost, *([] if adapters is None else [adapters.follow])]
+        has_failed = await serve(settings, serving, tls, engine.start, others)
         await engine.close()
     finally:
         backend.close()
@@ -94,7 +98,10 @@ def build_vllm_executor(
     own_identity = identity(settings, source, backend, limits)
     retention = RetentionPolicy(settings.orphan_grace_s, settings.retain_ended_s)
     tracing = open_tracing("executor", own_identity.description.executor_id, settings.otlp_endpoint)
-    service = ExecutorService(own_identity, engine, retention, tracing=tracing, grammars=CompiledByVllm())
+    adapters = open_adapters(settings, backend)
+    service = ExecutorService(
+        own_identity, engine, retention, tracing=tracing, grammars=CompiledByVllm(), adapters=adapters
+    )
     return engine, make_serving(settings, service, tracing, failed, tls)
 
 
@@ -139,11 +146,16 @@ def identity(settings: ExecutorSettings, source: ModelSource, backend: Backend, 
         kv_cache_dtype=facts.kv_cache_dtype,
         device=facts.device,
         tensor_parallel_size=facts.tensor_parallel_size,
-        inexact_resume=INEXACT_RESUME,
+        inexact_resume=INEXACT_RESUME if facts.can_replay else INEXACT_WITHOUT_REPLAY,
         executor_class=settings.executor_class or facts.device,
+        num_adapter_slots=facts.num_adapter_slots,
     )
     submission = SubmissionLimits(
-        limits.context_length, facts.vocabulary_size, frozenset(end_ids), unsupported=unsupported
+        limits.context_length,
+        facts.vocabulary_size,
+        frozenset(end_ids),
+        num_adapter_slots=facts.num_adapter_slots,
+        unsupported=functools.partial(unsupported, can_replay=facts.can_replay),
     )
     return Identity(description, submission)
 

@@ -14,13 +14,12 @@ from itertools import zip_longest
 from inflight.executor.engine.output import EngineStatus, ReportedSequence
 from inflight.executor.scheduler.sequence import Sequence
 from inflight.executor.scheduler.step_constraint import StepBounds, StepConstraint
-from inflight.executor.scheduler.step_record import DeviceTimes, KvCounts, LoopPart, PlanCounts, StepRecord
+from inflight.executor.scheduler.step_record import DeviceTimes, KvCounts, PlanCounts, StepRecord
 from inflight.executor.speculation.counts import DraftCounts
 from inflight.executor.vllm.backend import StepStats
 
 # Weight of the newest step: about the last 20 count.
 SMOOTHING = 0.05
-NO_PARTS = (0.0,) * len(LoopPart)
 
 
 @dataclass(slots=True)
@@ -91,10 +90,12 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where the engine stands after a step: its blocks and sequences."""
+    """Where the engine stands after a step: its blocks and sequences. `published_blocks` are in the prefix cache, in
+    use or not."""
 
     total_blocks: int
     used_blocks: int
+    published_blocks: int
     overrun_blocks: int
     reserved_blocks: int
     max_num_sequences: int
@@ -105,6 +106,11 @@ class Standing:
     waiting_prefill_tokens: int
     held: tuple[ReportedSequence, ...]
     draining: bool
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks in the prefix cache that no sequence uses, at least: not all that are in use need be in the cache."""
+        return max(0, self.published_blocks - self.used_blocks)
 
     @property
     def constraint(self) -> StepConstraint:
@@ -164,7 +170,7 @@ class StepCounts:
             saved_blocks=0,
             total_blocks=standing.total_blocks,
             used_blocks=standing.used_blocks,
-            cached_blocks=0,
+            cached_blocks=standing.cached_blocks,
             budget_sequences=standing.max_num_sequences + standing.num_standby,
             num_running=standing.num_running,
             num_waiting=standing.num_waiting,
@@ -205,7 +211,7 @@ class StepCounts:
         return StepRecord(
             self._total.num_steps,
             self._clock(),
-            NO_PARTS,
+            (),  # vLLM does not say them
             DeviceTimes(0.0, self._newest_s),
             plan,
             work.num_new_tokens,
@@ -217,10 +223,10 @@ class StepCounts:
 
     def _kv(self, standing: Standing) -> KvCounts:
         return KvCounts(
-            free_blocks=standing.total_blocks - standing.used_blocks,
+            free_blocks=standing.total_blocks - standing.used_blocks - standing.cached_blocks,
             used_blocks=standing.used_blocks,
-            evictable_blocks=0,
-            published_blocks=0,
+            evictable_blocks=standing.cached_blocks,
+            published_blocks=standing.published_blocks,
             reserved_blocks=standing.reserved_blocks,
             used_host_blocks=0,
             query_tokens=self._total.num_query_tokens,

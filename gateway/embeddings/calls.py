@@ -1,8 +1,4 @@
-"""Calls for embeddings and scores: the request to the router, and the answer. Pure.
-
-`PARSERS` has each by the path of its endpoint, for whatever has the body of a call and no HTTP request, as the line of
-a batch.
-"""
+"""Calls for embeddings and scores: the request to the router, and the answer. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import re
 import secrets
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,14 +133,6 @@ def parse_score(raw: bytes, defaults: Defaults) -> EmbedCall:
         }
 
     return EmbedCall(request, "text_2", isinstance(body.text_2, list), answer, body.unused)
-
-
-# What the body of an endpoint is parsed by.
-PARSERS: Mapping[str, Callable[[bytes, Defaults], EmbedCall]] = {
-    EMBEDDINGS: parse_embeddings,
-    RERANK: parse_rerank,
-    SCORE: parse_score,
-}
 
 
 def _request(body: CommonBody, defaults: Defaults) -> inference_pb2.EmbedRequest:

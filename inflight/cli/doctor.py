@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -37,6 +39,23 @@ GIBIBYTE = 1 << 30
 
 # Below this the default model, a runtime of Python and torch, and some KV do not fit.
 MIN_MEMORY_BYTES = 2 * GIBIBYTE
+
+
+# Importing vLLM takes many seconds; only its version is imported, and what an executor needs besides.
+IMPORT_TIMEOUT_S = 120.0
+CHECK_OF_VLLM = """
+try:
+    from inflight.common.settings import SettingError
+    from inflight.executor.vllm.internals import check_version
+    import inflight.executor.vllm.main
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing: install inflight[vllm] there")
+try:
+    version = check_version()
+except SettingError as error:
+    raise SystemExit(str(error))
+print(version)
+"""
 
 
 class Verdict(Enum):
@@ -66,9 +85,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--model", default="", metavar="MODEL", help="as for inflight up; default: SmolLM2-135M-Instruct"
     )
+    parser.add_argument(
+        "--engine-python",
+        metavar="PATH",
+        help="also check this Python for executors with vLLM as the engine; default: only one that has vLLM itself",
+    )
     flags = parser.parse_args(argv)
     console = open_console()
     findings = [examine() for examine in examinations(flags.model)]
+    if flags.engine_python is not None or importlib.util.find_spec("vllm") is not None:
+        findings.append(vllm(flags.engine_python or sys.executable))
     console.print(findings_table(findings))
     for finding in findings:
         if finding.advice:
@@ -216,6 +242,28 @@ def weight_form(model: str) -> Finding:
         return Finding("weight form", f"the executor cannot be imported: {error}", Verdict.MISSING, INSTALL)
     except ModelError as error:
         return Finding("weight form", f"unknown: {error}")
+
+
+def vllm(engine_python: str) -> Finding:
+    """Checks whether a Python can run executors with vLLM as the engine: the packages of the extra, and the version of
+    vLLM by the executor's own rule."""
+    try:
+        checked = subprocess.run(
+            [engine_python, "-P", "-c", CHECK_OF_VLLM],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Finding("vllm", engine_python, Verdict.MISSING, f"it does not run: {error}")
+    said = [line for line in (checked.stderr + checked.stdout).splitlines() if line.strip()]
+    if checked.returncode:
+        reason = said[-1] if said else f"exit code {checked.returncode}"
+        return Finding("vllm", f"no executor can run with {engine_python}", Verdict.MISSING, reason)
+    warned = next((line for line in said if "is newer than" in line), "")
+    verdict = Verdict.SLOW if warned else Verdict.GOOD
+    return Finding("vllm", f"{said[-1]} in {engine_python}", verdict, warned)
 
 
 def _measured_form(model: str) -> str:

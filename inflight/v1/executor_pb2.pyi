@@ -119,7 +119,7 @@ class Hello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., protocol_version: _Optional[int] = ..., generation: _Optional[int] = ..., max_unacked_steps: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs", "router_context", "traceparent", "constraint", "num_prompt_logprobs", "inter_token_target_ms", "max_drafts", "adapter_hash", "stream_interval", "pooled", "tenant", "adapter_name")
+    __slots__ = ("request_id", "attempt", "prompt_ids", "prior_output_ids", "sampling", "stopping", "reserved_blocks", "cache_salt", "cache_bypass", "priority", "deadline_ms", "num_choices", "num_top_logprobs", "router_context", "traceparent", "constraint", "num_prompt_logprobs", "inter_token_target_ms", "max_drafts", "adapter_hash", "stream_interval", "pooled", "tenant", "adapter_name", "exact_resume")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +144,7 @@ class Submit(_message.Message):
     POOLED_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_NAME_FIELD_NUMBER: _ClassVar[int]
+    EXACT_RESUME_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -168,7 +169,8 @@ class Submit(_message.Message):
     pooled: PooledRequest
     tenant: str
     adapter_name: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., router_context: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., constraint: _Optional[_Union[GrammarConstraint, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., inter_token_target_ms: _Optional[int] = ..., max_drafts: _Optional[int] = ..., adapter_hash: _Optional[str] = ..., stream_interval: _Optional[int] = ..., pooled: _Optional[_Union[PooledRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., adapter_name: _Optional[str] = ...) -> None: ...
+    exact_resume: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., prior_output_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[_types_pb2.StoppingParams, _Mapping]] = ..., reserved_blocks: _Optional[int] = ..., cache_salt: _Optional[bytes] = ..., cache_bypass: _Optional[bool] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., deadline_ms: _Optional[int] = ..., num_choices: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., router_context: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., constraint: _Optional[_Union[GrammarConstraint, _Mapping]] = ..., num_prompt_logprobs: _Optional[int] = ..., inter_token_target_ms: _Optional[int] = ..., max_drafts: _Optional[int] = ..., adapter_hash: _Optional[str] = ..., stream_interval: _Optional[int] = ..., pooled: _Optional[_Union[PooledRequest, _Mapping]] = ..., tenant: _Optional[str] = ..., adapter_name: _Optional[str] = ..., exact_resume: _Optional[bool] = ...) -> None: ...
 
 class PooledRequest(_message.Message):
     __slots__ = ("dimensions",)

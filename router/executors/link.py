@@ -25,6 +25,7 @@ import grpc
 import grpc.aio
 
 from inflight.common.cancellation import task_is_cancelled
+from inflight.common.errors import FieldViolation, Reason, RequestError
 from inflight.common.parameters import LATER_PARAMETERS
 from inflight.common.protocol import ATTACH_VERSION, LOGITS_VERSION, MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from inflight.router.executors.channel import ExecutorChannels
@@ -252,18 +253,19 @@ class ExecutorLink:
         one."""
         return len(submit.prompt_ids) + submit.stopping.max_tokens <= self.description.context_length
 
-    def refusal_of(self, submit: executor_pb2.Submit) -> str | None:
+    def refusal_of(self, submit: executor_pb2.Submit) -> RequestError | None:
         """Returns why the executor must not get a request: it would ignore a field of the request. None if it may."""
         if submit.adapter_hash and not self.description.num_adapter_slots:
-            return f"executor {self.executor_id} serves no adapters"
+            return RequestError(Reason.INTERNAL, f"executor {self.executor_id} serves no adapters")
         if submit.HasField("pooled") and not self.description.HasField("pooling"):
-            return f"executor {self.executor_id} makes no embeddings"
+            return RequestError(Reason.INTERNAL, f"executor {self.executor_id} makes no embeddings")
         version = self.description.protocol_version
         unread = _unread_field(submit, version)
         if unread is None:
             return None
         field, needed = unread
-        return f"executor {self.executor_id} speaks protocol version {version}; {field} needs {needed}"
+        text = f"executor {self.executor_id} speaks protocol version {version}; {field} needs {needed}"
+        return RequestError(Reason.INTERNAL, text)
 
     def submit(self, stream: RequestStream, submit: executor_pb2.Submit) -> None:
         """Sends a placement. An acceptance is reported to the stream, a rejection to the pool."""
@@ -637,10 +639,18 @@ def _unread_field(submit: executor_pb2.Submit, version: int) -> tuple[str, int] 
     return None
 
 
-def _refusal(rejected: executor_pb2.SequenceRejected) -> str | None:
-    """Returns why no executor would accept the request; None if another executor, or this one later, may accept it."""
-    if rejected.reason not in (executor_pb2.REJECT_REASON_UNSUPPORTED, executor_pb2.REJECT_REASON_INVALID):
-        return None
-    reason = executor_pb2.RejectReason.Name(rejected.reason)
-    log.error("%s: the executor refused it: %s", rejected.request_id, reason)
-    return f"the executor refused the request: {rejected.detail}"
+def _refusal(rejected: executor_pb2.SequenceRejected) -> RequestError | None:
+    """Returns why no executor would accept the request; None if another executor, or this one later, may accept it.
+
+    What is not supported is told the client with the name of the field; a value out of range is a bug of the router.
+    """
+    text = f"the executor refused the request: {rejected.detail}"
+    match rejected.reason:
+        case executor_pb2.REJECT_REASON_UNSUPPORTED:
+            field, _, description = rejected.detail.partition(": ")
+            log.info("%s: %s", rejected.request_id, text)
+            return RequestError(Reason.NOT_IMPLEMENTED, text, (FieldViolation(field, description),))
+        case executor_pb2.REJECT_REASON_INVALID:
+            log.error("%s: %s", rejected.request_id, text)
+            return RequestError(Reason.INTERNAL, text)
+    return None

@@ -254,7 +254,7 @@ class Rejected:
     """The executor did not take the placement. `refusal`: no other executor would either."""
 
     attempt: int
-    refusal: str | None = None
+    refusal: RequestError | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -626,7 +626,7 @@ class Lifecycle:
             self._requeue(RequeueReason.REJECTED)
             return
         self._clear_placement()
-        self._fail(RequestError(Reason.INTERNAL, event.refusal))
+        self._fail(event.refusal)
         self._forget()
         self._effects.append(Settle(self, event.attempt))
 

@@ -122,6 +122,7 @@ def new_submit(
         priority=request.priority or types_pb2.PRIORITY_CLASS_STANDARD,
         inter_token_target_ms=request.inter_token_target_ms if request.HasField("inter_token_target_ms") else None,
         max_drafts=request.max_drafts if request.HasField("max_drafts") else None,
+        exact_resume=request.exact_resume,
         num_choices=1,
         tenant=context.tenant,
         adapter_name=context.adapter_id,

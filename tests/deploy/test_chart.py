@@ -47,6 +47,9 @@ EVERYTHING = {
     "gateway": {"autoscaling": {"enabled": True}},
 }
 
+# Values of what only the chart has.
+WITHOUT_OVERLAY = ("vllm",)
+
 # What is to differ. `normal` removes it from both sides.
 DROPPED = {
     "namespace",  # helm adds it when it installs
@@ -123,7 +126,7 @@ def test_values_files_and_defaults_are_valid() -> None:
     validator.check_schema(SCHEMA)
     validator.validate(DEFAULTS)
     files = sorted((FOLDER / "values").iterdir())
-    assert [file.stem for file in files] == list(OVERLAYS)
+    assert [file.stem for file in files] == sorted([*OVERLAYS, *WITHOUT_OVERLAY])
     for file in files:
         validator.validate(yaml.safe_load(file.read_text()))
 
@@ -188,10 +191,31 @@ def test_chart_renders_to_the_objects_of_a_component_that_no_overlay_has(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OVERLAYS)
+@pytest.mark.parametrize("name", [*OVERLAYS, *WITHOUT_OVERLAY])
 def test_helm_finds_no_fault(name: str) -> None:
     linted = run_helm("lint", "--strict", str(CHART), "--values", str(FOLDER / "values" / f"{name}.yaml"))
     assert linted.returncode == 0, linted.stdout + linted.stderr
+
+
+@pytest.mark.slow
+def test_executors_with_vllm_have_their_image_flags_gpus_and_shared_memory() -> None:
+    values = yaml.safe_load((FOLDER / "values" / "vllm.yaml").read_text())
+    deployment = named(template(values), "Deployment", "inflight-executor")
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    env = {one["name"]: one.get("value") for one in container["env"]}
+    assert deployment["spec"]["replicas"] == 2
+    assert container["image"].startswith("inflight/executor-vllm:")
+    assert (env["INFLIGHT_ENGINE"], env["INFLIGHT_ENGINE_ARGS"]) == ("vllm", values["pools"]["main"]["engineArgs"])
+    assert not {"INFLIGHT_DEVICE", "INFLIGHT_TENSOR_PARALLEL_SIZE"} & env.keys()
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+    # Several GPUs are ranks of one executor.
+    values["pools"]["main"]["gpu"]["count"] = 4
+    (container,) = named(template(values), "Deployment", "inflight-executor")["spec"]["template"]["spec"]["containers"]
+    assert {"name": "INFLIGHT_TENSOR_PARALLEL_SIZE", "value": "4"} in container["env"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
 
 
 @pytest.mark.slow
@@ -450,6 +474,8 @@ def test_own_secrets_replace_those_of_the_release() -> None:
     [
         ({}, "pools.main.model"),
         ({**MODEL, "routers": {}}, "routers"),
+        ({**MODEL, "executor": {"engineArgs": "--max-model-len 8"}}, "engineArgs"),
+        ({**MODEL, "executor": {"gpu": {"enabled": True, "count": 2}}}, "gpu.count"),
         ({"pools": {"main": {"model": "/models/m", "gpus": 1}}}, "gpus"),
         ({**MODEL, "ingress": {"enabled": True, "host": "llm.example.org"}}, "tlsSecret"),
         ({**MODEL, "models": {"source": "image", "download": {"enabled": True}}}, "source"),

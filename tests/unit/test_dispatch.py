@@ -404,6 +404,26 @@ async def test_executor_that_has_rejected_has_its_next_report_relayed_at_once(mo
         assert [report.seq for report in store.reports] == [1, 2]
 
 
+async def test_what_an_executor_cannot_do_is_told_with_the_name_of_the_field() -> None:
+    for reason, told, violations in (
+        (executor_pb2.REJECT_REASON_UNSUPPORTED, Reason.NOT_IMPLEMENTED, [("exact_resume", "not here")]),
+        (executor_pb2.REJECT_REASON_INVALID, Reason.INTERNAL, []),
+    ):
+        router, stream = ScriptedRouter("m"), new_stream()
+        link = router.link("e0", "m")
+        async with router.running():
+            await placed(router, stream)
+            rejected = executor_pb2.ServeResponse()
+            rejected.rejected.add(request_id="r", attempt=1, reason=reason, detail="exact_resume: not here")
+            link.receive(rejected)
+            await settled()
+        error = stream.life.error
+        assert error is not None
+        assert error.reason is told
+        assert [(one.field, one.description) for one in error.violations] == violations
+        assert str(error) == "the executor refused the request: exact_resume: not here"
+
+
 async def test_submit_carries_the_blocks_that_are_reserved_and_the_time_that_is_left() -> None:
     router, stream = ScriptedRouter("m"), new_stream(deadline=time.monotonic() + 100)
     link = router.link("e0", "m")

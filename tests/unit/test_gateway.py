@@ -348,6 +348,7 @@ def test_limit_of_drafts_is_passed_on_and_zero_is_a_limit() -> None:
     assert chat(max_drafts=0).requests[0].HasField("max_drafts")
     assert chat(max_drafts=3).requests[0].max_drafts == 3
     assert not chat().requests[0].HasField("max_drafts")
+    assert chat(exact_resume=True).requests[0].exact_resume
 
 
 def test_tokens_per_event_are_those_asked_for_and_more_where_nothing_is_streamed() -> None:

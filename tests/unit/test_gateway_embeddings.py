@@ -12,7 +12,15 @@ import pytest
 
 from inflight.errors import FieldError, InflightError
 from inflight.gateway.conversion import Defaults
-from inflight.gateway.embeddings.calls import EMBEDDINGS, PARSERS, RERANK, SCORE, EmbedCall
+from inflight.gateway.embeddings.calls import (
+    EMBEDDINGS,
+    RERANK,
+    SCORE,
+    EmbedCall,
+    parse_embeddings,
+    parse_rerank,
+    parse_score,
+)
 from inflight.gateway.errors import ApiError
 from inflight.v1 import inference_pb2, types_pb2
 
@@ -20,7 +28,9 @@ DEFAULTS = Defaults(max_choices=1)
 
 
 def parsed(path: str, **fields: Any) -> EmbedCall:
-    return PARSERS[path](json.dumps({"model": "m", **fields}).encode(), DEFAULTS)
+    return {EMBEDDINGS: parse_embeddings, RERANK: parse_rerank, SCORE: parse_score}[path](
+        json.dumps({"model": "m", **fields}).encode(), DEFAULTS
+    )
 
 
 def response(*results: list[float], is_score: bool = False) -> inference_pb2.EmbedResponse:

@@ -92,6 +92,7 @@ SUPPORTED = frozenset(
         "priority",
         "inter_token_target_ms",
         "max_drafts",
+        "exact_resume",
         "adapter_id",
         "tenant",
         "deadlines.first_token",

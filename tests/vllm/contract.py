@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 from inflight.executor.vllm.backend import Backend, Produced, RefusedError, StepStats
+from inflight.executor.vllm.parameters import REPLAYED_OUTPUT
 
 PROMPT = [11, 45, 7, 100, 23, 52, 81, 3, 64]
 GREEDY: dict[str, Any] = {
@@ -83,6 +84,31 @@ async def excluded_tokens_are_not_chosen(backend: Backend) -> None:
     assert two[1] != second
 
 
+async def given_output_is_generated_again(backend: Backend) -> None:
+    given = [9, 8, 7, 6]
+    replayed: dict[str, Any] = {"extra_args": {REPLAYED_OUTPUT: given}}
+    outputs = await generated(backend, PROMPT, 7, **replayed)
+    assert tokens_of(outputs)[:4] == given
+    assert tokens_of(outputs)[4:] == tokens_of(await generated(backend, [*PROMPT, *given], 3))
+    # What is excluded counts it as output.
+    after = tokens_of(outputs)[4]
+    words: dict[str, Any] = {"_bad_words_token_ids": [[given[-1], after]]}
+    assert tokens_of(await generated(backend, PROMPT, 5, **replayed, **words))[4] != after
+
+
+async def grammar_and_random_numbers_continue_behind_given_output(backend: Backend) -> None:
+    """SmolLM2 on vLLM only."""
+    form = {"grammar": "%llguidance {}\nstart: /[a-z]{3} [0-9]{12}/"}
+    asked: dict[str, Any] = {
+        "structured_outputs": form, "stop_token_ids": [SMOLLM2_EOS], "temperature": 1.5, "seed": 11,
+        "frequency_penalty": 1.0,
+    }  # fmt: skip
+    whole = tokens_of(await generated(backend, PROMPT, 30, **asked))
+    for place in (1, len(whole) // 2, len(whole) - 1):
+        again = tokens_of(await generated(backend, PROMPT, 30, **asked, extra_args={REPLAYED_OUTPUT: whole[:place]}))
+        assert again == whole
+
+
 async def grammar_limits_the_output(backend: Backend) -> None:
     """SmolLM2 on vLLM only."""
     form = {"grammar": '%llguidance {}\nstart: "yes" | "no"'}
@@ -109,6 +135,23 @@ async def prefix_is_found_again_with_its_salt(backend: Backend) -> None:
         for salt, more in (("a", {}), ("a", {}), ("b", {}), ("a", {"skip_reading_prefix_cache": True}))
     ]
     assert numbers == [0, 2 * block_size, 0, 0]
+
+
+async def blocks_of_a_prompt_are_in_the_cache_after_it(backend: Backend) -> None:
+    sizes: list[int] = []
+    backend.watch_cache(sizes.append)
+    prompt = [3 + one % 190 for one in range(3 * backend.facts.block_size + 1)]
+    async with asyncio.timeout(60):
+        # What is told before it is listened to is not heard.
+        while not sizes:
+            await generated(backend, prompt, 1, f"warm {next(_numbers)}")
+            await asyncio.sleep(0.05)
+        size = sizes[-1]
+        for _ in range(2):
+            await generated(backend, prompt, 1, "counted")
+        while sizes[-1] < size + 3:
+            await asyncio.sleep(0.01)
+    assert sizes[-1] == size + 3
 
 
 async def every_step_is_reported(backend: Backend) -> None:
@@ -150,11 +193,16 @@ CONTRACT: tuple[Callable[[Backend], Awaitable[None]], ...] = (
     stop_token_is_the_last,
     log_probabilities_belong_to_the_tokens,
     excluded_tokens_are_not_chosen,
+    given_output_is_generated_again,
     refusal_names_the_parameter,
     prefix_is_found_again_with_its_salt,
+    blocks_of_a_prompt_are_in_the_cache_after_it,
     every_step_is_reported,
     cancelled_request_leaves_nothing,
 )
+
+
+OF_SMOLLM2 = (grammar_limits_the_output, grammar_and_random_numbers_continue_behind_given_output)
 
 
 async def check_vllm(arguments: list[str]) -> None:
@@ -163,7 +211,7 @@ async def check_vllm(arguments: list[str]) -> None:
 
     backend = await start_vllm(arguments)
     try:
-        for rule in (*CONTRACT, grammar_limits_the_output):
+        for rule in (*CONTRACT, *OF_SMOLLM2):
             await rule(backend)
             print(f"ok {rule.__name__}", flush=True)
     finally:

@@ -6,10 +6,12 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from inflight.executor.scheduler.sequence import TokenLogprobs
 from inflight.executor.vllm.backend import BackendLostError, Facts, Produced, RefusedError, StepStats
+from inflight.executor.vllm.parameters import REPLAYED_OUTPUT
 
 FACTS = Facts(
     version="0.0",
@@ -23,20 +25,22 @@ FACTS = Facts(
     weight_dtype="float32",
     kv_cache_dtype="float32",
     device="fake",
+    can_replay=True,
+    num_adapter_slots=1,
 )
 
 
-def next_token(token_ids: list[int], vocabulary_size: int = FACTS.vocabulary_size) -> int:
+def next_token(token_ids: list[int], vocabulary_size: int = FACTS.vocabulary_size, adapter: str = "") -> int:
     """The greedy token."""
-    digest = hashlib.sha256(repr(token_ids).encode()).digest()
+    digest = hashlib.sha256(f"{token_ids}{adapter}".encode()).digest()
     return int.from_bytes(digest[:4], "big") % vocabulary_size
 
 
-def greedy(prompt_ids: list[int], num_tokens: int) -> list[int]:
-    """The greedy output."""
+def greedy(prompt_ids: list[int], num_tokens: int, adapter: str = "") -> list[int]:
+    """The greedy output, with an adapter of this name."""
     token_ids = list(prompt_ids)
     for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids))
+        token_ids.append(next_token(token_ids, adapter=adapter))
     return token_ids[len(prompt_ids) :]
 
 
@@ -49,6 +53,7 @@ class FakeRequest:
     num_prompt_tokens: int
     parameters: Mapping[str, Any]
     num_cached_tokens: int
+    adapter: str = ""
     ready: asyncio.Queue[Produced | Exception] = field(default_factory=asyncio.Queue)
     is_preempted: bool = False
 
@@ -59,10 +64,12 @@ class FakeBackend:
     def __init__(self, *, automatic: bool = False, facts: Facts = FACTS) -> None:
         self._facts = facts
         self._on_step: list[Callable[[StepStats], None]] = []
+        self._on_cache: list[Callable[[int], None]] = []
         self._automatic = automatic
         self._lost = asyncio.Event()
         self._cached: dict[str | None, list[tuple[int, ...]]] = {}
         self.requests: list[FakeRequest] = []
+        self.adapters: dict[int, str] = {}
         self.num_preemptions = 0
 
     @property
@@ -74,8 +81,17 @@ class FakeBackend:
         """See `Backend`."""
         self._on_step.append(on_step)
 
+    def watch_cache(self, on_change: Callable[[int], None]) -> None:
+        """See `Backend`."""
+        self._on_cache.append(on_change)
+
     async def generate(
-        self, request_id: str, prompt_ids: list[int], parameters: Mapping[str, Any], cache_salt: str | None
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        parameters: Mapping[str, Any],
+        cache_salt: str | None,
+        adapter_slot: int | None = None,
     ) -> AsyncIterator[Produced]:
         """See `Backend`."""
         if self._lost.is_set():
@@ -85,7 +101,8 @@ class FakeBackend:
         known = self._cached.setdefault(cache_salt, [])
         num_cached = 0 if parameters.get("skip_reading_prefix_cache") else self._num_cached(known, prompt_ids)
         known.append(tuple(prompt_ids))
-        request = FakeRequest(request_id, list(prompt_ids), len(prompt_ids), parameters, num_cached)
+        adapter = "" if adapter_slot is None else self.adapters[adapter_slot]
+        request = FakeRequest(request_id, list(prompt_ids), len(prompt_ids), parameters, num_cached, adapter)
         self.requests.append(request)
         if self._automatic:
             asyncio.get_running_loop().call_soon(self._step_on)
@@ -141,12 +158,23 @@ class FakeBackend:
         self.num_preemptions = 0
         for call in self._on_step:
             call(stats)
+        for report in self._on_cache:
+            report(self._num_published_blocks())
+
+    def _num_published_blocks(self) -> int:
+        """Distinct full blocks of what was computed."""
+        size = self._facts.block_size
+        known = {(salt, one) for salt, prompts in self._cached.items() for one in prompts}
+        return len({(salt, one[:end]) for salt, one in known for end in range(size, len(one) + 1, size)})
 
     def _produce(self, request: FakeRequest, *, is_first: bool) -> Produced:
         parameters = request.parameters
-        token_id = next_token(request.token_ids, self._facts.vocabulary_size)
+        token_id = next_token(request.token_ids, self._facts.vocabulary_size, request.adapter)
         while token_id in self._excluded(request):
             token_id = (token_id + 1) % self._facts.vocabulary_size
+        replayed = parameters.get("extra_args", {}).get(REPLAYED_OUTPUT, ())
+        num_output = len(request.token_ids) - request.num_prompt_tokens
+        token_id = replayed[num_output] if num_output < len(replayed) else token_id
         request.token_ids.append(token_id)
         num_top, num_prompt_top = parameters.get("logprobs"), parameters.get("prompt_logprobs")
         prompt = request.token_ids[1 : request.num_prompt_tokens]
@@ -184,6 +212,16 @@ class FakeBackend:
         self._lost.set()
         for request in self.requests:
             request.ready.put_nowait(BackendLostError())
+
+    async def load_adapter(self, slot: int, name: str, folder: Path) -> None:
+        """See `Backend`."""
+        if not (folder / "adapter_model.safetensors").stat().st_size:
+            raise RefusedError("there are no weights")
+        self.adapters[slot] = name
+
+    async def remove_adapter(self, slot: int) -> None:
+        """See `Backend`."""
+        self.adapters.pop(slot, None)
 
     async def wait_until_lost(self) -> None:
         """See `Backend`."""

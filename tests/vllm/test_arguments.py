@@ -36,6 +36,12 @@ def test_settings_come_before_the_users_own_flags_which_win() -> None:
     ]
 
 
+def test_folder_of_adapters_makes_vllm_serve_them() -> None:
+    assert arguments(max_adapters=3) == FIRST
+    words = arguments(adapter_folder=Path("/a"), max_adapters=3, max_adapter_rank=16)
+    assert words[3:] == ["--enable-lora", "--max-loras", "3", "--max-lora-rank", "16"]
+
+
 @pytest.mark.parametrize("flag", ["--model x", "--stream-interval=4", "--disable_log_stats"])
 def test_flag_that_the_executor_sets_is_refused(flag: str) -> None:
     with pytest.raises(SettingError, match=r"engine_args: --[a-z-]+ is set by the executor"):

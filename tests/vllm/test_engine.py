@@ -11,9 +11,10 @@ from inflight.executor.engine.output import EngineOutput, EngineStatus
 from inflight.executor.scheduler.admission import Refusal
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.seat_view import SequencePhase
-from inflight.executor.scheduler.sequence import FinishReason, Sequence
+from inflight.executor.scheduler.sequence import FinishReason, Processors, Sequence
 from inflight.executor.scheduler.step_constraint import StepConstraint
 from inflight.executor.vllm.engine import VllmEngine
+from inflight.executor.vllm.parameters import REPLAYED_OUTPUT
 from tests.support.scheduler.scheduling import LIMITS, STOP_ID, make_sequence
 from tests.vllm.fake_backend import FakeBackend, greedy
 
@@ -91,6 +92,8 @@ async def test_each_step_publishes_the_tokens_of_all_sequences_at_once(bench: Be
     assert [output.step for output in bench.outputs] == [1, 2, 3, 4]
     assert bench.ends == [("b", FinishReason.LENGTH), ("a", FinishReason.LENGTH)]
     assert [output.record and output.record.num_new_tokens for output in bench.outputs] == [2, 2, 1, 1]
+    # What vLLM does not measure is not said to be 0.
+    assert {output.record and output.record.part_s for output in bench.outputs} == {()}
 
 
 async def test_sequence_boards_with_its_first_token_and_waits_until_then(bench: Bench) -> None:
@@ -128,6 +131,30 @@ async def test_output_so_far_is_continued_at_its_offset(bench: Bench) -> None:
     tokens = [(offset, token_id) for output in bench.outputs for _, offset, token_id in output.tokens]
     assert tokens == list(enumerate(greedy([1, 2], 6)))[3:]
     assert bench.ends == [("a", FinishReason.LENGTH)]
+
+
+async def test_output_so_far_that_is_generated_again_is_not_published(bench: Bench) -> None:
+    prior = [7, 3, 5]
+    sequence = make_sequence("a", [1, 2], prior_output=prior, max_tokens=6)
+    sequence.processors = Processors(presence_penalty=1.0)
+    await bench.submit(sequence)
+    (request,) = bench.backend.requests
+    assert request.token_ids == [1, 2]
+    await bench.step(6)
+    tokens = [(offset, token_id) for output in bench.outputs for _, offset, token_id in output.tokens]
+    assert tokens == list(enumerate([*prior, *greedy([1, 2, *prior], 3)]))[3:]
+    assert bench.ends == [("a", FinishReason.LENGTH)]
+
+
+async def test_other_output_than_before_ends_a_sequence(bench: Bench) -> None:
+    sequence = make_sequence("a", [1, 2], prior_output=[7, 3], max_tokens=6)
+    sequence.processors = Processors(presence_penalty=1.0)
+    await bench.submit(sequence)
+    bench.backend.requests[0].parameters["extra_args"][REPLAYED_OUTPUT][1] = 4
+    await bench.step(2)
+    (event,) = bench.outputs[-1].finished
+    assert (event.reason, "has not generated" in event.error) == (FinishReason.ERROR, True)
+    assert not any(list(output.tokens) for output in bench.outputs)
 
 
 async def test_stop_token_ends_a_sequence(bench: Bench) -> None:
@@ -194,6 +221,17 @@ async def test_preemption_is_reported_as_overrun_until_vllm_resumes(bench: Bench
     assert [one.request_id for one in bench.outputs[-1].boarded] == ["b"]
     assert bench.status.budget_blocks == before
     assert len(sequences[1].token_ids) == 4
+
+
+async def test_cached_prefixes_that_nothing_uses_are_reported(bench: Bench) -> None:
+    prompt = list(range(2 * bench.backend.facts.block_size))
+    await bench.submit(make_sequence("a", prompt, max_tokens=1))
+    await bench.step()
+    assert (bench.status.cached_blocks, bench.status.used_blocks) == (2, 0)
+    assert (bench.status.kv.evictable_blocks, bench.status.kv.published_blocks) == (2, 2)
+    await bench.submit(make_sequence("b", prompt, max_tokens=8))
+    await bench.step()
+    assert (bench.status.cached_blocks, bench.status.used_blocks) == (0, 3)
 
 
 async def test_drain_refuses_and_lets_the_others_go_on(bench: Bench) -> None:

@@ -12,7 +12,15 @@ import pytest
 from inflight.common.settings import SettingError
 from inflight.executor.scheduler.sequence import TokenLogprobs
 from inflight.executor.vllm.backend import StepStats
-from inflight.executor.vllm.internals import check_version, facts_of, produced_of, stats_of
+from inflight.executor.vllm.internals import (
+    REPLAY_PROCESSOR,
+    CachedBlocks,
+    allow_replay,
+    check_version,
+    facts_of,
+    produced_of,
+    stats_of,
+)
 
 
 def logprob(value: float, rank: int) -> Any:
@@ -55,6 +63,22 @@ def test_prompt_is_scored_from_its_second_token_on() -> None:
     )
 
 
+def event(kind: str, *hashes: int, **fields: Any) -> Any:
+    return type(kind, (), {"block_hashes": list(hashes), **fields})()
+
+
+def test_blocks_of_the_cache_are_counted_once_and_by_the_first_kind_of_layer() -> None:
+    blocks = CachedBlocks()
+    blocks.take(
+        [event("BlockStored", 1, 2), event("BlockStored", 2, 3, group_idx=0), event("BlockStored", 9, group_idx=1)]
+    )
+    assert len(blocks) == 3
+    blocks.take([event("BlockRemoved", 2), event("BlockRemoved", 3, group_idx=1), event("BlockRemoved", 7)])
+    assert len(blocks) == 2
+    blocks.take([event("AllBlocksCleared")])
+    assert len(blocks) == 0
+
+
 def scheduler_stats(**fields: Any) -> Any:
     prefix = SimpleNamespace(queries=10, hits=4)
     given = {"num_running_reqs": 2, "num_waiting_reqs": 1, "kv_cache_usage": 0.25, "prefix_cache_stats": prefix}
@@ -84,6 +108,7 @@ def config(**changes: Any) -> Any:
         parallel_config=parallel,
         device_config=SimpleNamespace(device_type="cpu"),
         speculative_config=None,
+        lora_config=None,
     )
     for path, value in changes.items():
         part, name = path.split("__")
@@ -110,6 +135,22 @@ def test_blocks_of_drafts_are_kept_back() -> None:
     assert facts_of(config(__speculative_config=drafting), "").num_blocks == 100 - 4
     with pytest.raises(SettingError, match="too small"):
         facts_of(config(__speculative_config=drafting, cache_config__num_gpu_blocks=5), "")
+
+
+def test_output_is_generated_again_where_vllm_takes_our_processor() -> None:
+    def allowed(**changes: Any) -> tuple[bool, list[str]]:
+        made = config(**changes)
+        made.model_config.logits_processors = ["a:B"]
+        return allow_replay(made), made.model_config.logits_processors
+
+    assert allowed() == (True, ["a:B", REPLAY_PROCESSOR])
+    assert allowed(__use_v2_model_runner=True) == (False, ["a:B"])
+    assert allowed(__speculative_config=SimpleNamespace(num_speculative_tokens=1)) == (False, ["a:B"])
+
+
+def test_slots_of_adapters_are_those_of_vllm() -> None:
+    assert facts_of(config(), "").num_adapter_slots == 0
+    assert facts_of(config(__lora_config=SimpleNamespace(max_loras=3)), "").num_adapter_slots == 3
 
 
 def test_replicas_inside_vllm_are_refused() -> None:

@@ -1,6 +1,6 @@
 """vLLM itself behind the executor API: SmolLM2 on the CPU, in the environment of vLLM that `make test-vllm` installs.
 
-Skipped where there is none. It is slow to start, so all tests share a stack of two executors.
+All tests share a stack of two executors, and the last ones kill one of them.
 """
 
 from __future__ import annotations
@@ -9,92 +9,30 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from inflight import AsyncClient
-from inflight.bench.targets.model import LocalModel, local_model
 from inflight.errors import InflightError
-from inflight.local.options import StackOptions
-from inflight.local.stack import LocalStack
-from tests.contract.test_imports import REPOSITORY
-from tests.support.stack.executors_linked import wait_for_executors
-from tests.vllm.contract import CONTRACT
+from inflight.local.options import StackOptions, executor_command, router_command
+from inflight.local.ports import free_ports
+from inflight.local.process import ChildProcess
+from inflight.local.ready import wait_until_serving
+from inflight.local.stack import EXECUTOR_SERVICE, REDIS_URL_VARIABLE, ROUTER_SERVICE, LocalStack
+from tests.stack.conftest import EXECUTOR_ARGS
+from tests.vllm.conftest import ADAPTERS, NUM_SEATS, PATIENCE_S, SMALL, Setting, adapter_flags
+from tests.vllm.contract import CONTRACT, OF_SMOLLM2
 
-# Two cores that are busy with other tests start it in minutes.
-PATIENCE_S = 500.0
 NUM_TOKENS = 24
+# The model's name on the executor of our own engine.
+OURS = "ours"
 PROMPTS = ["The city bus stops at every corner.", "Once upon a time there was a lighthouse", "def add(a, b):"]
-SMALL = "--enforce-eager --max-model-len 512 --block-size 32 --max-num-seqs 2 --dtype float32"
 
 pytestmark = pytest.mark.timeout(1500)
-
-
-def vllm_python() -> Path | None:
-    """The Python of an environment with vLLM and what the executor needs besides."""
-    given = os.environ.get("INFLIGHT_VLLM_PYTHON")
-    python = Path(given) if given else REPOSITORY / ".peers" / "vllm" / "bin" / "python"
-    if not python.exists():
-        return None
-    wanted = "import vllm, grpc_health, grpc_reflection"
-    return python if subprocess.run([python, "-c", wanted], capture_output=True, check=False).returncode == 0 else None
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """vLLM's Python, its environment, and the model as a folder."""
-
-    python: Path
-    environment: dict[str, str]
-    model: LocalModel
-
-    def run(self, *arguments: str, text: str = "") -> str:
-        """Runs a module by vLLM's Python; returns its output."""
-        command = [str(self.python), "-P", "-m", *arguments]
-        ended = subprocess.run(
-            command, input=text, capture_output=True, text=True, check=False, timeout=PATIENCE_S, env=self.environment
-        )
-        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-        return ended.stdout
-
-
-@pytest.fixture(scope="module")
-def setting() -> Setting:
-    python = vllm_python()
-    if python is None:
-        pytest.skip("no vLLM here: `make test-vllm` installs it, INFLIGHT_VLLM_PYTHON names another Python that has it")
-    added = {
-        "PYTHONPATH": str(REPOSITORY),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-    }
-    return Setting(python, {**os.environ, **added}, local_model(None))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stack(setting: Setting, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalStack]:
-    """A router and two executors."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in setting.environment.items():
-            patch.setenv(name, value)
-        options = StackOptions(
-            executors=2,
-            executor_program=(str(setting.python), "-P", "-m", "inflight.cli.main"),
-            executor_model=(str(setting.model.folder), setting.model.name),
-            executor_args=("--engine", "vllm", f"--engine-args={SMALL}", "--num-standby-sequences", "1"),
-            run_dir=tmp_path_factory.mktemp("vllm") / "run",
-            start_timeout_s=PATIENCE_S,
-        )
-        async with LocalStack(options) as running:
-            await wait_for_executors(running.address, options.executors)
-            yield running
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -125,9 +63,9 @@ async def end_of(client: AsyncClient, prompt_ids: tuple[int, ...], deadline_s: f
 
 
 def test_real_backend_passes_the_contract(setting: Setting) -> None:
-    flags = [*SMALL.split(), '--structured-outputs-config={"backend":"guidance"}']
+    flags = [*SMALL.split(), "--max-model-len=512", '--structured-outputs-config={"backend":"guidance"}']
     said = setting.run("tests.vllm.contract", "--model", str(setting.model.folder), *flags)
-    assert sum(line.startswith("ok ") for line in said.splitlines()) == len(CONTRACT) + 1
+    assert sum(line.startswith("ok ") for line in said.splitlines()) == len(CONTRACT) + len(OF_SMOLLM2)
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -151,7 +89,7 @@ async def test_executors_report_vllms_seats_and_blocks(client: AsyncClient) -> N
     executors = (await client.capacity()).executors
     assert len(executors) == 2
     for one in executors:
-        assert (one.seats_total, one.block_size) == (2, 32)
+        assert (one.seats_total, one.block_size) == (NUM_SEATS, 32)
         assert one.blocks_total > 16
 
 
@@ -168,20 +106,101 @@ async def test_cancelled_and_expired_requests_leave_nothing(client: AsyncClient)
     assert len(await ids_of(client, prompt, 4)) == 4
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def both(stack: LocalStack, setting: Setting, tmp_path: Path) -> AsyncIterator[str]:
+    """The address of a second router, in front of the stack's executors and one of our own engine."""
+    (tmp_path / "admission.toml").write_text(f'[variants.both]\n"{setting.model.name}" = 1\n"{OURS}" = 1\n')
+    executor, router = (f"127.0.0.1:{port}" for port in free_ports("127.0.0.1", 2))
+    options = StackOptions(
+        model=f"{setting.model.name}={setting.model.folder},{OURS}={setting.model.folder}",
+        executor_model=(str(setting.model.folder), OURS),
+        executor_args=(*EXECUTOR_ARGS, *adapter_flags(stack.options.run_dir.parent / "adapters")),
+        router_args=("--admission-file", str(tmp_path / "admission.toml")),
+    )
+    executors = (executor, *(one.address for one in stack.executors))
+    commands = {
+        "executor": (executor, EXECUTOR_SERVICE, executor_command(options, OURS, executor)),
+        "router": (router, ROUTER_SERVICE, router_command(options, "second", router, executors)),
+    }
+    children = []
+    try:
+        for role, (address, service, command) in commands.items():
+            environment = {REDIS_URL_VARIABLE: stack.redis_url}
+            log_file = tmp_path / f"{role}.log"
+            children.append(await ChildProcess.start(role, role, address, command, log_file, environment, ""))
+            await wait_until_serving(address, service, PATIENCE_S, None)
+        yield router
+    finally:
+        for child in reversed(children):
+            await child.stop(5.0)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_both_engines_serve_one_name_with_the_same_tokens(both: str, setting: Setting) -> None:
+    asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "want_token_ids": True}
+    async with AsyncClient(both) as client:
+        seen = []
+        for adapter in ("", *ADAPTERS, ADAPTERS[0]):
+            answers = [
+                (await client.complete(PROMPTS[1], model=model, adapter_id=adapter, **asked)).token_ids
+                for model in (setting.model.name, OURS)
+            ]
+            assert answers[0] == answers[1]
+            seen.append(answers[0])
+        assert seen[1] == seen[-1]
+        assert len(set(seen)) == 1 + len(ADAPTERS)
+        # A session stays with one of the engines.
+        sessions = [f"session {number}" for number in range(12)]
+        first, second = [[await executor_of(client, session) == OURS for session in sessions] for _ in range(2)]
+        assert set(first) == {True, False}
+        assert first == second
+
+
+async def executor_of(client: AsyncClient, session: str) -> str | None:
+    """The executor that serves a request of a session."""
+    stream = client.generate(PROMPTS[0], model="both", session_id=session, max_tokens=1)
+    async for _ in stream:
+        pass
+    return stream.transcript.executor_id
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_needs_all_of_its_output_goes_on_with_the_same_tokens(client: AsyncClient) -> None:
+    """A client that brings its output is what a failure is to an executor."""
+    sampled: dict[str, Any] = {"temperature": 1.3, "seed": 5, "exact_resume": True, "max_tokens": 24}
+    requests: list[dict[str, Any]] = [
+        {**sampled, "frequency_penalty": 0.8, "ignore_eos": True},
+        {**sampled, "regex": "[a-z]{4} [0-9]{12}"},
+        {"temperature": 0, "presence_penalty": 1.5, "bad_words": ["the"], "max_tokens": 16, "ignore_eos": True},
+    ]
+    for asked in requests:
+        whole = (await client.complete(PROMPTS[1], want_token_ids=True, **asked)).token_ids
+        for place in (1, len(whole) // 2):
+            rest = await client.complete(PROMPTS[1], want_token_ids=True, prior_output_ids=whole[:place], **asked)
+            assert rest.token_ids[-len(whole) + place :] == whole[place:]
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_stream_ends_exactly_once_when_an_executor_is_killed(
     stack: LocalStack, client: AsyncClient
 ) -> None:
-    """The last one: it leaves one executor."""
+    """The last one: it leaves one executor. Half of the streams need what they have said to be output of vLLM's."""
     prompts = [await client.tokenize(f"{prompt} {number}") for number in range(2) for prompt in PROMPTS]
+    greedy: dict[str, Any] = {"temperature": 0}
+    exact: dict[str, Any] = {"temperature": 1.0, "presence_penalty": 0.7, "seed": 3, "exact_resume": True}
+    asked = [
+        {"max_tokens": 40, "ignore_eos": True, "want_token_ids": True, **(exact if number % 2 else greedy)}
+        for number in range(len(prompts))
+    ]
+    expected = [
+        list((await client.complete(token_ids=prompt, **options)).token_ids)
+        for prompt, options in zip(prompts, asked, strict=True)
+    ]
     begun = asyncio.Event()
     outputs: list[list[int]] = [[] for _ in prompts]
 
     async def read(index: int) -> None:
-        stream = client.generate(
-            token_ids=prompts[index], max_tokens=40, temperature=0, ignore_eos=True, want_token_ids=True
-        )
-        async for delta in stream:
+        async for delta in client.generate(token_ids=prompts[index], **asked[index]):
             assert delta.offset == len(outputs[index])
             outputs[index].extend(delta.token_ids)
             if sum(map(bool, outputs)) >= 3:
@@ -195,7 +214,7 @@ async def test_every_stream_ends_exactly_once_when_an_executor_is_killed(
     os.kill(killed.pid, signal.SIGKILL)
     async with asyncio.timeout(PATIENCE_S):
         await reading
-        assert [len(output) for output in outputs] == [40] * len(prompts)
+        assert outputs == expected
         # vLLM's engine goes with its executor.
         while any(_is_engine(pid) for pid in children):
             await asyncio.sleep(0.05)

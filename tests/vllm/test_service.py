@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -17,6 +19,7 @@ from inflight.executor.settings import ExecutorSettings
 from inflight.executor.vllm import main
 from inflight.executor.vllm.main import build_vllm_executor
 from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
+from tests.support.checkpoints.adapter_files import save_adapter
 from tests.support.stack.router_stream import make_submit, router_stream
 from tests.vllm.fake_backend import FACTS, FakeBackend, greedy
 
@@ -36,10 +39,11 @@ class Running:
         return self.serving.service.description.generation
 
 
-@pytest.fixture
-async def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
+@asynccontextmanager
+async def run_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> AsyncIterator[Running]:
+    """An executor with these settings besides."""
     monkeypatch.setattr(main, "find_end_tokens", lambda *given: (STOP_ID,))
-    settings = ExecutorSettings(engine="vllm", insecure=True, executor_id="v", num_standby_sequences=1)
+    settings = ExecutorSettings(engine="vllm", insecure=True, executor_id="v", num_standby_sequences=1, **more)
     backend = FakeBackend()
     engine, serving = build_vllm_executor(settings, ModelSource("m", tmp_path, None, "r"), backend, None)
     address = await serving.server.start("127.0.0.1:0")
@@ -52,6 +56,12 @@ async def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     await engine.close()
 
 
+@pytest.fixture
+async def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
+    async with run_executor(tmp_path, monkeypatch) as one:
+        yield one
+
+
 async def test_description_has_vllms_sizes_and_what_a_resume_cannot_keep(running: Running) -> None:
     async with grpc.aio.insecure_channel(running.address) as channel:
         stub = executor_pb2_grpc.ExecutorServiceStub(channel)
@@ -59,7 +69,10 @@ async def test_description_has_vllms_sizes_and_what_a_resume_cannot_keep(running
     assert (described.model, described.backend, described.eos_token_ids) == ("m", "vllm 0.0", [STOP_ID])
     assert (described.block_size, described.total_blocks) == (FACTS.block_size, FACTS.num_blocks)
     assert (described.max_num_sequences, described.num_standby_sequences) == (FACTS.max_num_sequences, 1)
-    assert (described.batching, described.num_adapter_slots) == (types_pb2.BATCHING_MODE_INFLIGHT, 0)
+    assert (described.batching, described.num_adapter_slots) == (
+        types_pb2.BATCHING_MODE_INFLIGHT,
+        FACTS.num_adapter_slots,
+    )
     assert any("sampled tokens" in text for text in described.inexact_resume)
 
 
@@ -105,6 +118,30 @@ async def test_what_vllm_cannot_do_is_refused_by_name(running: Running) -> None:
     assert rejected.reason == executor_pb2.REJECT_REASON_UNSUPPORTED
     assert rejected.detail == "sampling.no_repeat_ngram_size: vLLM has none"
     assert running.backend.requests == []
+
+
+async def test_adapters_take_each_others_slot_and_are_known_by_their_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed, name in enumerate(("one", "two")):
+        save_adapter(tmp_path / "adapters" / name, seed)
+    save_adapter(tmp_path / "adapters" / "large", rank=16)
+    async with (
+        run_executor(tmp_path, monkeypatch, adapter_folder=tmp_path / "adapters", max_adapter_rank=8) as running,
+        router_stream(running.address, generation=running.generation) as router,
+    ):
+        await router.until(lambda: router.reports and router.reports[-1].adapters)
+        known = {one.name: one.hash for one in router.reports[-1].adapters}
+        assert known.keys() == {"one", "two"}
+        for name, adapter_hash in known.items():
+            submit = make_submit(name, [1, 2], 1)
+            submit.adapter_hash = adapter_hash
+            router.send(submits=[submit])
+            await router.until(lambda: running.backend.requests)
+            running.backend.step()
+            await router.until(lambda name=name: router.of(name) and router.of(name)[0].end)  # type: ignore[misc]
+            assert router.of(name)[0].token_ids == greedy([1, 2], 1, adapter_hash)
+            assert running.backend.adapters == {0: adapter_hash}
 
 
 async def test_report_lists_what_is_held_and_vllms_blocks(running: Running) -> None:

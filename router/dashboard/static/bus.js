@@ -187,11 +187,14 @@ export class BusCard {
   showHost(bus) {
     const steps = bus.steps;
     const mean = (valueOf) => steps.reduce((all, step) => all + valueOf(step), 0) / Math.max(steps.length, 1);
-    const isMeasured = steps.some((step) => step.device > 0 || step.exposed > 0);
+    // An engine that does not time its parts, such as vLLM, does not tell either what of a step is the device's.
+    const areTimed = steps.some((step) => step.parts.size > 0);
+    const isMeasured = areTimed && steps.some((step) => step.device > 0 || step.exposed > 0);
     const rows = [
       ...(isMeasured ? [["device", mean((step) => step.device)], ["exposed host", mean((step) => step.exposed)]] : []),
-      ...HOST_PARTS.map(([name, parts]) => [name, mean((step) => parts.reduce((all, part) => all + (step.parts.get(part) ?? 0), 0))]),
+      ...(areTimed ? HOST_PARTS.map(([name, parts]) => [name, mean((step) => parts.reduce((all, part) => all + (step.parts.get(part) ?? 0), 0))]) : []),
     ];
+    const unknown = areTimed ? [] : [["device and host", "unknown"]];
     const { drafts } = bus.capacity;
     const drafted = drafts ? [["drafts accepted", `${count(Number(drafts.numAccepted ?? 0))} of ${count(Number(drafts.numVerified ?? 0))}`]] : [];
     const { states } = bus.capacity;
@@ -199,7 +202,8 @@ export class BusCard {
       ["state checkpoints", `${count(states.keptCheckpoints ?? 0)} of ${count(states.numCheckpoints ?? 0)}`],
       ["prefix tokens usable", `${count(Number(states.usableTokens ?? 0))} of ${count(Number(states.kvTokens ?? 0))} with KV`],
     ] : [];
-    const words = [["steps/s", figure(bus.stepsPerSecond())], ...(steps.length > 0 ? rows.map(([name, ms]) => [name, durationText(ms)]) : [["no steps", ""]]), ...drafted, ...kept];
+    const timed = steps.length > 0 ? [...rows.map(([name, ms]) => [name, durationText(ms)]), ...unknown] : [["no steps", ""]];
+    const words = [["steps/s", figure(bus.stepsPerSecond())], ...timed, ...drafted, ...kept];
     while (this.host.children.length > words.length) this.host.lastChild.remove();
     words.forEach(([name, text], at) => {
       const line = this.host.children[at] ?? this.host.appendChild(el("div", {}, el("dt"), el("dd")));

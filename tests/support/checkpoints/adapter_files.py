@@ -39,11 +39,13 @@ def config(rank: int = 4, **changes: Any) -> dict[str, Any]:
     return {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": list(TARGETS)} | changes
 
 
-def tensors(seed: int, rank: int = 4, targets: tuple[str, ...] = TARGETS) -> dict[str, Tensor]:
+def tensors(
+    seed: int, rank: int = 4, targets: tuple[str, ...] = TARGETS, limits: AdapterLimits = LIMITS
+) -> dict[str, Tensor]:
     """Returns A and B of the targets in every layer, large enough to change the tokens."""
     generator = torch.Generator().manual_seed(seed)
     made: dict[str, Tensor] = {}
-    for module, (outputs, inputs) in LIMITS.modules():
+    for module, (outputs, inputs) in limits.modules():
         if module.rpartition(".")[2] in targets:
             a, b = torch.randn(rank, inputs, generator=generator), torch.randn(outputs, rank, generator=generator)
             made |= {f"{PREFIX}{module}.lora_A.weight": a / 8, f"{PREFIX}{module}.lora_B.weight": b / 8}

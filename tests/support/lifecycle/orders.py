@@ -154,7 +154,11 @@ def _answers(life: Lifecycle) -> Iterator[Event]:
 
 def _fenced(attempt: int) -> Iterator[Event]:
     yield from (NotLinked(attempt), Unlinked(attempt), Withdrawn(attempt), Detached(attempt), FirstToken(attempt))
-    yield from (Rejected(attempt), Rejected(attempt, "no executor would take it"), PreemptRequested("r", attempt))
+    yield from (
+        Rejected(attempt),
+        Rejected(attempt, RequestError(Reason.INTERNAL, "no executor would take it")),
+        PreemptRequested("r", attempt),
+    )
     yield from (SequenceEnded(attempt, reason) for reason in REASONS)
     yield SequenceEnded(attempt, types_pb2.FINISH_REASON_PREEMPTED, error="stalled")
     yield SequenceEnded(attempt, types_pb2.FINISH_REASON_ERROR, error="failed")

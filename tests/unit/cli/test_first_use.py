@@ -67,6 +67,28 @@ def test_missing_prompt_and_an_empty_standard_input_are_refused(
     assert router.requests.empty()
 
 
+def python_of(folder: Path, text: str) -> str:
+    """A program that takes the place of the Python of vLLM's environment."""
+    program = folder / "python"
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o700)
+    return str(program)
+
+
+def test_doctor_tells_whether_executors_can_run_with_the_python_of_vllm(tmp_path: Path) -> None:
+    good = doctor.vllm(python_of(tmp_path, "echo 0.32.0"))
+    assert (good.verdict, good.text) == (doctor.Verdict.GOOD, f"0.32.0 in {tmp_path / 'python'}")
+    newer = doctor.vllm(python_of(tmp_path, "echo 'vLLM 9.0 is newer than 0.32' >&2; echo 9.0"))
+    assert (newer.verdict, newer.advice) == (doctor.Verdict.SLOW, "vLLM 9.0 is newer than 0.32")
+    lacking = doctor.vllm(python_of(tmp_path, "echo 'grpc_health is missing' >&2; exit 1"))
+    assert (lacking.verdict, lacking.advice) == (doctor.Verdict.MISSING, "grpc_health is missing")
+    absent = doctor.vllm(str(tmp_path / "nowhere"))
+    assert absent.verdict is doctor.Verdict.MISSING
+    # This Python has none.
+    here = doctor.vllm(sys.executable)
+    assert (here.verdict, "inflight[vllm]" in here.advice) == (doctor.Verdict.MISSING, True)
+
+
 # --- did you mean
 
 

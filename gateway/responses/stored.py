@@ -102,7 +102,7 @@ class StoredResponses:
             return raw
         if len(names) > MAX_CHAIN:
             raise refused("input", f"refers to items of {len(names)} responses; at most {MAX_CHAIN} are allowed")
-        tenant = await self._tenant(metadata)
+        tenant = await tenant_of(self._client, metadata, "input")
         found = await self._store.load(names)
         own = [record for record in found if record is not None and record.tenant == tenant]
         body_with_items = with_items(body, own, self._settings.max_body_bytes)

@@ -27,7 +27,7 @@ DEFAULT_GATEWAY_PORT = 8000
 EXECUTOR_FLAGS = {
     "--batching": "inflight, or static: a batch finishes before the next one starts (default: inflight)",
     "--max-num-sequences": "seats of each executor (default: from the KV cache)",
-    "--max-num-tokens": "maximum number of tokens of a step (default: 1024, and 8192 on a GPU of 70 GiB)",
+    "--max-num-tokens": "maximum number of tokens of a step (default: from the memory of the device)",
     "--max-tokens-in-paged-kv-cache": "size of each executor's KV pool in tokens (default: from free memory)",
     "--dtype": "type of weights and KV: bfloat16, float32 or auto (default: auto)",
 }

@@ -40,7 +40,8 @@ SLOW_WITH_AMX = (pytest.mark.slow,) if "amx" in INSTRUCTION_SETS else ()
 @pytest.fixture(scope="module", params=[*BEST_FIRST, pytest.param(EMULATED, marks=SLOW_WITH_AMX)])
 def calls(request: pytest.FixtureRequest) -> Any:
     library: Any = emulation_of_amx().calls if request.param == EMULATED else compiled(request.param)
-    assert library.inflight_prepare()
+    # Emulated tiles do not need the processor's, which the system would refuse where there are none.
+    assert request.param == EMULATED or library.inflight_prepare()
     library.rounds_weights = request.param in ("amx", EMULATED)
     library.coded_product.argtypes = (
         c_void_p,

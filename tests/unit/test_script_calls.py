@@ -216,7 +216,7 @@ async def test_functions_that_only_read_say_so(admin: Redis, routers: Redis, key
         for one in dict(zip(found[::2], found[1::2], strict=True))["functions"]
     ]
     reading = {one["name"] for one in functions if "no-writes" in one["flags"]}
-    assert reading == {scripts.function(name) for name in ("explain", "snapshot", "verify", "idle_ms")}
+    assert reading == {scripts.function(name) for name in ("explain", "snapshot", "usage", "verify", "idle_ms")}
     assert {one["name"] for one in functions} == {scripts.function(name) for name in (*NAMES, "idle_ms", "forget")}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -224,6 +225,35 @@ async def test_more_inputs_than_allowed_are_refused(embedding_stack: LocalStack)
 
 
 # Through the gateway, by clients of others and over HTTP.
+
+
+async def test_a_batch_of_embeddings_has_those_of_its_lines(embedding_stack: LocalStack, embedding_model: Path) -> None:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://{embedding_stack.gateway_addresses[0]}/v1", api_key="none", max_retries=0
+    ) as client:
+        model = (await client.models.list()).data[0].id
+        bodies = [*({"model": model, "input": text} for text in TEXTS), {"model": model, "input": "x" * 1025}]
+        url = "/v1/embeddings"
+        lines = [
+            json.dumps({"custom_id": str(i), "method": "POST", "url": url, "body": body})
+            for i, body in enumerate(bodies)
+        ]
+        file = await client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+        batch = await client.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
+        async with asyncio.timeout(60):
+            while batch.status != "completed":
+                await asyncio.sleep(0.1)
+                batch = await client.batches.retrieve(batch.id)
+        assert batch.output_file_id is not None
+        assert batch.error_file_id is not None
+        output = (await client.files.content(batch.output_file_id)).text
+        errors = (await client.files.content(batch.error_file_id)).text
+
+    found = {one["custom_id"]: one["response"]["body"] for one in map(json.loads, output.splitlines())}
+    values = torch.tensor([found[str(i)]["data"][0]["embedding"] for i in range(len(TEXTS))])
+    assert (values - expected(embedding_model, TEXTS)).abs().max() <= 1e-5
+    (refused,) = map(json.loads, errors.splitlines())
+    assert (refused["custom_id"], refused["response"]["status_code"]) == (str(len(TEXTS)), 400)
 
 
 async def test_openai_python_gets_embeddings_unmodified(embedding_stack: LocalStack, embedding_model: Path) -> None:

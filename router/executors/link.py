@@ -534,7 +534,13 @@ class ExecutorLink:
             self._mended.discard((stream.request_id, attempt))
             self._report_event(stream, Detached(attempt))
         for finished in step.finished:
-            stream, attempt = self._seated.pop(finished.slot)
+            stream, attempt = self._seated[finished.slot]
+            # While it is seated, so that an invalid result ends the link for it too.
+            if stream.life.is_current(attempt) and (
+                finished.pooled or finished.reason == types_pb2.FINISH_REASON_LENGTH
+            ):
+                stream.pool(tuple(finished.pooled))
+            del self._seated[finished.slot]
             self._finish(stream, attempt, finished)
         # After everything else in the frame that concerns these streams.
         self._output.add(has_output)
@@ -578,8 +584,6 @@ class ExecutorLink:
             if key in self._attaching:
                 return  # a token is missing: the executor sends it again, followed by the end
         self._mended.discard(key)
-        if finished.pooled or finished.reason == types_pb2.FINISH_REASON_LENGTH:
-            stream.pool(tuple(finished.pooled))
         if finished.HasField("used"):
             stream.add_used(finished.used)
         stop_token_id = finished.stop_token_id if finished.HasField("stop_token_id") else None

@@ -582,8 +582,24 @@ def of(part: Mapping[str, Any]) -> st.SearchStrategy[Any]:
 POOLS = st.dictionaries(st.sampled_from(["main", "small", "b-1"]), of({"$ref": "#/$defs/pool"}), min_size=1).map(
     lambda pools: {name: pool | {"model": f"/models/{name}"} for name, pool in pools.items()}
 )
+
+
+def go_with_their_engines(values: Mapping[str, Any]) -> bool:
+    """Whether only pools with vLLM have its flags, or several GPUs for an executor."""
+    default = values.get("executor", {})
+
+    def is_good(pool: Mapping[str, Any]) -> bool:
+        merged = {**default, **pool}
+        num_gpus = {**default.get("gpu", {}), **pool.get("gpu", {})}.get("count", 1)
+        return merged.get("engine") == "vllm" or (not merged.get("engineArgs") and num_gpus == 1)
+
+    return all(map(is_good, values["pools"].values()))
+
+
 PARTS = {key: of(entry) for key, entry in SCHEMA["properties"].items() if key not in ("pools", "global")}
-VALUES = st.fixed_dictionaries({"pools": POOLS}, optional=PARTS).filter(jsonschema.Draft7Validator(SCHEMA).is_valid)
+VALUES = st.fixed_dictionaries({"pools": POOLS}, optional=PARTS).filter(
+    lambda values: go_with_their_engines(values) and jsonschema.Draft7Validator(SCHEMA).is_valid(values)
+)
 
 
 @pytest.mark.slow

@@ -63,7 +63,9 @@ class FaultyRunner:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         decoder = SimpleNamespace(
-            head=torch.zeros(VOCABULARY_SIZE, 1),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            hidden_size=1,
             vocabulary_size=VOCABULARY_SIZE,
             group=1,
             ranks=None,

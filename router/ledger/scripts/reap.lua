@@ -56,7 +56,7 @@ local function reap_executor(id)
   if executor.num_adapter_slots > 0 then
     redis.call('HDEL', ADAPTERS, id)
   end
-  redis.call('HDEL', CHECKPOINTS, id)
+  checkpoints.set_kept(id, '')
   redis.call('HDEL', EXECUTORS, id)
   executors[id], dirty_executors[id] = nil, nil
   for _, key in ipairs({ROOM, SIZES, REPORTS}) do

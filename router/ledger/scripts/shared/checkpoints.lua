@@ -21,12 +21,14 @@ local function load(executor_id)
   return kept_on[executor_id]
 end
 
--- Sets what the executor keeps; '' if its model has no recurrent layers.
+-- Sets what the executor keeps; '' if it does not report that, as without recurrent layers, or is gone.
 function checkpoints.set_kept(executor_id, text)
-  if text ~= '' and load(executor_id) ~= text then
+  if text == '' then
+    redis.call('HDEL', CHECKPOINTS, executor_id)
+  elseif load(executor_id) ~= text then
     redis.call('HSET', CHECKPOINTS, executor_id, text)
-    kept_on[executor_id] = text
   end
+  kept_on[executor_id] = text
 end
 
 -- Returns until when the checkpoints of a prompt that was just placed on the executor count as kept.

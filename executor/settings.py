@@ -59,7 +59,7 @@ class ExecutorSettings(ProcessSettings):
     )
     weight_dtype: Literal["auto", "quantized", "dense", "int8", "int4", "fp8"] = Field(
         "auto",
-        description="type of the weights; auto: as in the checkpoint, but on a CPU dense or int8 for a quantized one "
+        description="type of the weights; auto: as in the checkpoint, but on a CPU dense for a quantized one "
         "if that fits and is measured to be clearly faster; quantized: as in a quantized checkpoint; dense: a "
         "quantized checkpoint is expanded to dtype, which takes more memory; int8: about half the memory of bfloat16, "
         "faster, with activations rounded to int8 in products; int4: a third of the memory, fastest with few "

@@ -1,16 +1,18 @@
-"""Choice of the form of quantized weights, by measuring on this machine: as in the checkpoint, expanded to the dtype,
-or in int8.
+"""Choice of the form of quantized weights, as in the checkpoint or expanded to the dtype, by measuring on this machine.
 
-Quantized weights are read faster, and those of the other forms are multiplied faster by some processors and for many
-rows. The forms round differently, so executors of one model must have the same one. Measured shares varied by up to
-nine points, and the bound of `fastest_form` is far from the ratios of the measured processors, so that equal
+Quantized weights are read faster, and dense ones are multiplied faster by some processors and for many rows. The
+two forms round differently, so executors of one model must have the same one. Measured shares varied by up to nine
+points, and the bound of `fastest_form` is far from the ratios of the measured processors, so that equal
 machines choose equally.
+
+int8 is measured too, and named where it is clearly faster, but never chosen: it rounds activations. On a processor
+where it took half of the time, the default model answered the first question of the README wrongly with it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -18,7 +20,7 @@ import torch
 
 from inflight.common.kv_size import most_seats, num_seats
 from inflight.executor.checkpoint.decoder_weights import DecoderWeights
-from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight
+from inflight.executor.checkpoint.quantized_weight import QuantizedWeight
 from inflight.executor.cpu.coded_weights import encode, is_supported
 from inflight.executor.cpu.streams import TRIAL_BYTES, ProductTrial, TrialCodes, TrialShape, WeightStream
 from inflight.executor.native.library import NativeLibrary
@@ -26,13 +28,12 @@ from inflight.executor.native.pool import NativePool
 
 # Prompts of conversations and documents are several times as long as the answers.
 PROMPT_TOKENS_PER_OUTPUT_TOKEN = 4
-# Of the time of quantized weights, what those of another form may take to be chosen; and of that of dense ones, what
-# int8 may take. Both need more memory, and a lone sequence is slower. Measured for 4 bits in groups of 32 and 64 seats:
-# dense 0.84 with AMX, 0.77 with AVX2 in float32, 0.80 to 0.91 with AVX512-BF16, 0.99 with AVX-512 in float32; int8 0.49
-# with AVX512-VNNI.
+# Of the time of quantized weights, what dense ones may take to be chosen; and of the chosen ones, what int8 may take to
+# be named. Dense ones take about three times the memory, and a lone sequence is up to twice as slow. Measured for 4
+# bits in groups of 32 and 64 seats: dense 0.84 with AMX, 0.77 with AVX2 in float32, 0.80 to 0.91 with AVX512-BF16, 0.99
+# with AVX-512 in float32; int8 0.49 with AVX512-VNNI.
 LARGEST_SHARE = 0.7
-# Of weights of another form in the free memory. The KV cache is a share of what is left, so it keeps at least half of
-# its size.
+# Of dense weights in the free memory. The KV cache is a share of what is left, so it keeps at least half of its size.
 LARGEST_SHARE_OF_MEMORY = 0.5
 
 MOST_PROMPT_ROWS = 256
@@ -50,29 +51,20 @@ MEBIBYTE = 1 << 20
 
 class WeightForm(StrEnum):
     """A form of the matrices of a quantized checkpoint, by the name of its `weight_dtype`. In int8 the activations of a
-    product are rounded too, and the output layer is dense."""
+    product are rounded too."""
 
     QUANTIZED = "quantized"
     DENSE = "dense"
     INT8 = "int8"
 
-    def __str__(self) -> str:
-        return _IN_WORDS[self]
 
-
-_IN_WORDS = {
-    WeightForm.QUANTIZED: "kept as in the checkpoint",
-    WeightForm.DENSE: "expanded",
-    WeightForm.INT8: "rounded to int8",
-}
+_IN_WORDS = {WeightForm.QUANTIZED: "kept as in the checkpoint", WeightForm.DENSE: "expanded"}
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutorSizes:
-    """Settings of an executor that decide the form of its weights, its steps and its KV cache, with their names. A
-    number of 0: from the free memory."""
+    """Settings of an executor that decide its steps and its KV cache, with their names. 0: from the free memory."""
 
-    dtype: str
     max_num_sequences: int
     max_num_tokens: int
     max_tokens_in_paged_kv_cache: int
@@ -82,22 +74,14 @@ class ExecutorSizes:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModel:
-    """What of a model decides the form of its weights. `product` is the largest one of a layer with its codes. Of its
-    quantized matrices, those of layers have `num_layer_weights` numbers and the output layer `num_head_weights`."""
+    """What of a model decides the form of its weights. `product` is the largest one of a layer with its codes, and
+    `dense_bytes` is the memory of all quantized matrices if they are expanded."""
 
     product: TrialShape
     num_layers: int
-    num_layer_weights: int
-    num_head_weights: int
+    dense_bytes: int
     kv_bytes_per_token: int
     context_length: int
-
-    def num_bytes(self, form: WeightForm) -> int:
-        """Bytes of the quantized matrices in another form than theirs."""
-        item_bytes = self.product.dtype.itemsize
-        of_layers = self.num_layer_weights
-        layer_bytes = of_layers * 17 // 16 if form is WeightForm.INT8 else of_layers * item_bytes
-        return layer_bytes + self.num_head_weights * item_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +106,7 @@ class FormChoice:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.form}: {self.reason}"
+        return f"{_IN_WORDS[self.form]}: {self.reason}"
 
 
 def product_of(hidden_size: int, intermediate_size: int, dtype: torch.dtype, codes: TrialCodes) -> TrialShape:
@@ -140,83 +124,72 @@ def read_quantized(
     coded = encode(gate.rows(0, SOME_ROWS), dtype)
     codes = TrialCodes(coded.bits, coded.group_size, coded.shifts is not None)
     of_layers = ((*one.qkv_matrices, one.output, *one.gate_up_parts, one.down) for one in weights.layers)
+    matrices = [matrix for of_layer in (*of_layers, (weights.head,)) for matrix in of_layer]
+    num_numbers = sum(matrix.shape.numel() for matrix in matrices if isinstance(matrix, QuantizedWeight))
     return QuantizedModel(
         product_of(weights.shape.hidden_size, weights.shape.intermediate_size, dtype, codes),
         weights.shape.num_layers,
-        sum(_num_quantized(matrices) for matrices in of_layers),
-        _num_quantized((weights.head,)),
+        num_numbers * dtype.itemsize,
         kv_bytes_per_token,
         context_length,
     )
 
 
-def _num_quantized(matrices: Sequence[Matrix]) -> int:
-    return sum(matrix.shape.numel() for matrix in matrices if isinstance(matrix, QuantizedWeight))
-
-
-# Times of each form, for a product, forms, a number of seats, and tokens of a step.
-Measure = Callable[[TrialShape, Sequence[WeightForm], int, int], Mapping[WeightForm, TokenTimes]]
+# Times of each form, for a product, a number of seats, and tokens of a step.
+Measure = Callable[[TrialShape, int, int], Mapping[WeightForm, TokenTimes]]
 
 
 def choose_form(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int | None, measure: Measure) -> FormChoice:
     """Returns the form for an executor with so much free memory. It measures if there is a choice, and if reading and
-    multiplying the weights takes a time worth measuring. A `dtype` that is set is kept in products."""
-    others = [WeightForm.DENSE, WeightForm.INT8] if sizes.dtype == "auto" else [WeightForm.DENSE]
-    lacks = {form: lack_of_memory(model, form, sizes, free_bytes) for form in others}
-    fitting = [form for form in others if not lacks[form]]
-    if free_bytes is None or not fitting:
-        return FormChoice(WeightForm.QUANTIZED, str(lacks[others[-1]]))
+    multiplying the weights takes a time worth measuring."""
+    if lack := lack_of_memory(model, sizes, free_bytes):
+        return FormChoice(WeightForm.QUANTIZED, lack)
+    assert free_bytes is not None
     if trial_shape(model.product, WeightForm.DENSE).num_bytes * model.num_layers < TRIAL_BYTES // 2:
         return FormChoice(WeightForm.QUANTIZED, "the model is too small for a measurement")
-    seats = _seats(model, fitting[-1], sizes, free_bytes)
-    times = measure(model.product, [WeightForm.QUANTIZED, *fitting], seats, sizes.max_num_tokens)
-    return fastest_form(times, seats)
+    seats = _seats(model, sizes, free_bytes)
+    return fastest_form(measure(model.product, seats, sizes.max_num_tokens), seats)
 
 
 def fastest_form(times: Mapping[WeightForm, TokenTimes], num_seats: int) -> FormChoice:
     """Returns the form whose products are faster while every seat is taken, where a token of output comes with
-    `PROMPT_TOKENS_PER_OUTPUT_TOKEN` tokens of prompts. Dense weights must be clearly faster than quantized ones, and
-    int8 than the better of both: the time must be at most `LARGEST_SHARE` of theirs."""
-    chosen = WeightForm.QUANTIZED
-    for form in (WeightForm.DENSE, WeightForm.INT8):
-        if form in times and times[form].busy_s <= LARGEST_SHARE * times[chosen].busy_s:
-            chosen = form
+    `PROMPT_TOKENS_PER_OUTPUT_TOKEN` tokens of prompts. Dense weights must be clearly faster: their time must be at most
+    `LARGEST_SHARE` of that of quantized ones. The reason names int8 if that is clearly faster than the choice."""
+    of_quantized = times[WeightForm.QUANTIZED].busy_s
+    is_dense = times[WeightForm.DENSE].busy_s <= LARGEST_SHARE * of_quantized
+    chosen = WeightForm.DENSE if is_dense else WeightForm.QUANTIZED
     measured = ", ".join(
-        f"{form.value} {one.decode_s * 1e6:.2f} and {one.prompt_s * 1e6:.2f} µs "
-        f"({one.busy_s / times[WeightForm.QUANTIZED].busy_s:.2f})"
+        f"{form.value} {one.decode_s * 1e6:.2f} and {one.prompt_s * 1e6:.2f} µs ({one.busy_s / of_quantized:.2f})"
         for form, one in times.items()
     )
-    return FormChoice(
-        chosen,
+    reason = (
         f"with {num_seats} sequences a product takes for a token of output and for each of "
-        f"{PROMPT_TOKENS_PER_OUTPUT_TOKEN} of a prompt: {measured}; a form is chosen up to {LARGEST_SHARE:.2f} of the "
-        "time of those before it",
+        f"{PROMPT_TOKENS_PER_OUTPUT_TOKEN} of a prompt: {measured}; dense is chosen up to {LARGEST_SHARE:.2f}"
     )
+    if times[WeightForm.INT8].busy_s <= LARGEST_SHARE * times[chosen].busy_s:
+        reason += "; int8 is faster, but rounds activations: --weight-dtype int8 chooses it"
+    return FormChoice(chosen, reason)
 
 
-def lack_of_memory(model: QuantizedModel, form: WeightForm, sizes: ExecutorSizes, free_bytes: int | None) -> str | None:
-    """Returns why weights of another form do not fit beside a KV cache; None if they do."""
+def lack_of_memory(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int | None) -> str | None:
+    """Returns why dense weights do not fit beside a KV cache; None if they do."""
     if free_bytes is None:
         return "the free memory is unknown"
-    weight_bytes = model.num_bytes(form)
-    needed, free = (f"{count // MEBIBYTE:,} MiB" for count in (weight_bytes, free_bytes))
-    if weight_bytes > LARGEST_SHARE_OF_MEMORY * free_bytes:
-        return f"{form.value} weights would take {needed}, more than half of the {free} that are free"
+    needed, free = (f"{count // MEBIBYTE:,} MiB" for count in (model.dense_bytes, free_bytes))
+    if model.dense_bytes > LARGEST_SHARE_OF_MEMORY * free_bytes:
+        return f"dense weights would take {needed}, more than half of the {free} that are free"
     kv_bytes = sizes.max_tokens_in_paged_kv_cache * model.kv_bytes_per_token + sizes.kv_cache_host_memory_bytes
-    if weight_bytes + kv_bytes > free_bytes:
+    if model.dense_bytes + kv_bytes > free_bytes:
         kv = f"{kv_bytes // MEBIBYTE:,} MiB"
-        return (
-            f"{form.value} weights would take {needed} and the KV cache takes {kv}, more than the {free} that are free"
-        )
+        return f"dense weights would take {needed} and the KV cache takes {kv}, more than the {free} that are free"
     return None
 
 
 def measure_with(library: NativeLibrary, pool: NativePool, stream: WeightStream) -> Measure:
     """Returns a measurement on these threads. No round begins after `MOST_SECONDS`."""
 
-    def measure(
-        product: TrialShape, forms: Sequence[WeightForm], num_seats: int, max_num_tokens: int
-    ) -> Mapping[WeightForm, TokenTimes]:
+    def measure(product: TrialShape, num_seats: int, max_num_tokens: int) -> Mapping[WeightForm, TokenTimes]:
+        forms = list(WeightForm)
         rows = num_seats, min(max_num_tokens, MOST_PROMPT_ROWS)
         shapes = [trial_shape(product, form) for form in forms]
         trials = [[_trial(library, pool, shape, num_rows) for num_rows in rows] for shape in shapes]
@@ -254,10 +227,10 @@ def _trial(library: NativeLibrary, pool: NativePool, shape: TrialShape, num_rows
     return ProductTrial(library, pool, shape, num_matrices * shape.num_bytes, num_rows)
 
 
-def _seats(model: QuantizedModel, form: WeightForm, sizes: ExecutorSizes, free_bytes: int) -> int:
-    """Returns the seats that are set, or those that the memory beside weights of a form is likely to give."""
+def _seats(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int) -> int:
+    """Returns the seats that are set, or those that the memory beside dense weights is likely to give."""
     if sizes.max_num_sequences:
         return sizes.max_num_sequences
-    kv_bytes = sizes.kv_cache_free_host_mem_fraction * (free_bytes - model.num_bytes(form))
+    kv_bytes = sizes.kv_cache_free_host_mem_fraction * (free_bytes - model.dense_bytes)
     num_tokens = sizes.max_tokens_in_paged_kv_cache or int(kv_bytes) // model.kv_bytes_per_token
     return num_seats(num_tokens, 1, model.context_length, most_seats(0, sizes.max_num_tokens))

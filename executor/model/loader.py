@@ -310,7 +310,7 @@ def _open_flashinfer(weights: _Weights, decoder: GpuDecoder | None, backend_name
 
 
 def _native_forward(
-    weights: _Weights, decoder: DecoderWeights, backend: CpuAttention, set_stream: WeightStream | None
+    weights: _Weights, decoder: DecoderWeights, backend: CpuAttention, stream: WeightStream | None
 ) -> _Chosen | str:
     """Packs the model, or a shard of it, for the C++ code. The network cannot compute with quantized weights then.
     Returns the reason if there is no such forward pass for this model."""
@@ -324,14 +324,11 @@ def _native_forward(
     _check_divisible(decoder, shard)
     same_on_all_ranks = _same_on_all_ranks(decoder, backend.library.instructions, shard)
     form = form_of(decoder, layout.dtype, weights.weight_dtype == "int8")
-    stream = set_stream or stream_for(backend.library, backend.pool, form)
+    stream = stream or stream_for(backend.library, backend.pool, form)
     choice = _choose_form(weights, decoder, backend, stream)
     if choice is not None:
         log.info("quantized weights are %s", choice)
         weights = replace(weights, weight_dtype=choice.form.value)
-        if choice.form is WeightForm.INT8:
-            form = replace(form, has_int8_weights=True)
-            stream = set_stream or stream_for(backend.library, backend.pool, form)
         form = replace(form, expands_quantized=choice.form is WeightForm.DENSE)
     native = NativeDecoder(backend.library, backend.pool, form, stream, shard)
     log.info("weights are read with %s", native.stream)

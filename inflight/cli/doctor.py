@@ -294,9 +294,8 @@ def _measured_form(model: str) -> str:
     codes = streams.TrialCodes(most.bits, most.group_size, most.has_shifts)
     product = forms.product_of(shape.sizes.hidden, shape.sizes.inner, dtype, codes)
     kv_bytes = kv_size.kv_bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim * dtype.itemsize)
-    of_head = sum(weight.number for weight in coded if weight.role == "head")
-    of_layers = sum(weight.number for weight in coded) - of_head
-    quantized = forms.QuantizedModel(product, shape.num_layers, of_layers, of_head, kv_bytes, shape.context_length)
+    dense_bytes = sum(weight.number for weight in coded) * dtype.itemsize
+    quantized = forms.QuantizedModel(product, shape.num_layers, dense_bytes, kv_bytes, shape.context_length)
     dense = forms.trial_shape(product, forms.WeightForm.DENSE)
     stream = streams.choose_stream(backend.library, backend.pool, dense)
     measure = forms.measure_with(backend.library, backend.pool, stream)

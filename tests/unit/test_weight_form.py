@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,9 +43,9 @@ pytestmark = pytest.mark.timeout(600)  # the first test of a build may wait for 
 
 GIBIBYTE = 1 << 30
 CODES = TrialCodes(4, 32, True)
-# A model with 1 GiB of dense weights, 544 MiB in int8, whose KV takes 64 KiB for a token.
-MODEL = QuantizedModel(product_of(2048, 8192, torch.bfloat16, CODES), 16, GIBIBYTE // 2, 0, 64 << 10, 8192)
-SIZES = ExecutorSizes("auto", 32, 1024, 0, 0.2, 0)
+# A model with 1 GiB of dense weights, whose KV takes 64 KiB for a token.
+MODEL = QuantizedModel(product_of(2048, 8192, torch.bfloat16, CODES), 16, GIBIBYTE, 64 << 10, 8192)
+SIZES = ExecutorSizes(32, 1024, 0, 0.2, 0)
 QUANTIZED, DENSE, INT8 = WeightForm
 # Microseconds of a token of output and of a prompt, of SmolLM2's gate and up, in the measured forms, and the choice.
 MEASURED = {
@@ -54,7 +54,7 @@ MEASURED = {
     "AMX, 32": ({QUANTIZED: (3.73, 3.65), DENSE: (4.72, 1.69)}, DENSE),
     "AMX, 64": ({QUANTIZED: (3.56, 3.65), DENSE: (3.21, 1.69)}, DENSE),
     "AVX512-BF16, 1": ({QUANTIZED: (27.36, 9.87), DENSE: (58.08, 7.84), INT8: (30.6, 4.82)}, QUANTIZED),
-    "AVX512-BF16, 32": ({QUANTIZED: (9.96, 9.83), DENSE: (8.1, 7.87), INT8: (4.91, 4.84)}, INT8),
+    "AVX512-BF16, 32": ({QUANTIZED: (9.96, 9.83), DENSE: (8.1, 7.87), INT8: (4.91, 4.84)}, QUANTIZED),
     "AVX-512 in float32, 32": ({QUANTIZED: (12.4, 11.7), DENSE: (17.6, 10.9)}, QUANTIZED),
     "AVX2, 32": ({QUANTIZED: (26.9, 26.9), DENSE: (27.9, 19.9)}, QUANTIZED),
 }
@@ -62,46 +62,51 @@ microseconds = st.floats(0.01, 1e4)
 token_times = st.builds(TokenTimes, microseconds, microseconds)
 
 
-def times_of(**share: float) -> dict[WeightForm, TokenTimes]:
-    """Times of forms, by name, as shares of that of quantized weights."""
-    return {WeightForm(name): TokenTimes(of * 1e-6, of * 1e-6) for name, of in {"quantized": 1.0, **share}.items()}
+def times_of(dense: float, int8: float) -> dict[WeightForm, TokenTimes]:
+    """Times of forms as shares of that of quantized weights."""
+    shares = zip(WeightForm, (1.0, dense, int8), strict=True)
+    return {form: TokenTimes(share * 1e-6, share * 1e-6) for form, share in shares}
+
+
+def with_int8(measured: dict[WeightForm, tuple[float, float]]) -> dict[WeightForm, TokenTimes]:
+    """Measured times in microseconds; int8 as quantized where it was not measured."""
+    times = {INT8: measured[QUANTIZED], **measured}
+    return {form: TokenTimes(*(one * 1e-6 for one in times[form])) for form in WeightForm}
 
 
 @pytest.mark.parametrize("case", MEASURED)
 def test_the_form_is_one_that_was_measured_to_be_clearly_faster(case: str) -> None:
     measured, form = MEASURED[case]
-    assert fastest_form({form: TokenTimes(*times) for form, times in measured.items()}, 32).form is form
+    assert fastest_form(with_int8(measured), 32).form is form
 
 
 def test_a_reason_has_the_seats_and_the_times() -> None:
-    measured, _ = MEASURED["AMX, 32"]
-    choice = str(fastest_form({form: TokenTimes(*(t * 1e-6 for t in times)) for form, times in measured.items()}, 32))
+    choice = str(fastest_form(with_int8(MEASURED["AMX, 32"][0]), 32))
     assert choice.startswith("expanded: with 32 sequences a product takes")
     assert "quantized 3.73 and 3.65 µs (1.00), dense 4.72 and 1.69 µs (0.63)" in choice
 
 
 @pytest.mark.parametrize(
-    ("share", "form"),
+    ("dense", "int8", "form", "names_int8"),
     [
-        ({"dense": 1.0, "int8": 1.0}, QUANTIZED),
-        ({"dense": 0.75, "int8": 0.75}, QUANTIZED),
-        ({"dense": 0.65, "int8": 0.75}, DENSE),
-        # Rounded activations must gain as much again.
-        ({"dense": 0.65, "int8": 0.5}, DENSE),
-        ({"dense": 0.65, "int8": 0.45}, INT8),
-        ({"dense": 0.9, "int8": 0.5}, INT8),
-        ({"int8": 0.5}, INT8),
+        (1.0, 1.0, QUANTIZED, False),
+        (0.75, 0.75, QUANTIZED, False),
+        (0.65, 0.5, DENSE, False),
+        (0.65, 0.45, DENSE, True),
+        (0.9, 0.5, QUANTIZED, True),
     ],
 )
-def test_a_form_of_more_memory_or_less_precision_must_be_clearly_faster(
-    share: dict[str, float], form: WeightForm
+def test_dense_weights_must_be_clearly_faster_and_int8_is_only_named(
+    dense: float, int8: float, form: WeightForm, names_int8: bool
 ) -> None:
-    assert fastest_form(times_of(**share), 8).form is form
+    choice = fastest_form(times_of(dense, int8), 8)
+    assert choice.form is form
+    assert ("--weight-dtype int8" in choice.reason) is names_int8
 
 
 @given(token_times, token_times, st.floats(0.1, 10))
 def test_the_unit_does_not_matter(quantized: TokenTimes, dense: TokenTimes, unit: float) -> None:
-    times = {QUANTIZED: quantized, DENSE: dense}
+    times = {QUANTIZED: quantized, DENSE: dense, INT8: quantized}
     scaled = {form: TokenTimes(one.decode_s * unit, one.prompt_s * unit) for form, one in times.items()}
     if abs(dense.busy_s / quantized.busy_s - LARGEST_SHARE) > 1e-6:
         assert fastest_form(scaled, 8).form is fastest_form(times, 8).form
@@ -122,60 +127,36 @@ def test_the_unit_does_not_matter(quantized: TokenTimes, dense: TokenTimes, unit
 def test_dense_weights_need_memory_beside_the_kv_cache(
     free_bytes: int | None, changes: dict[str, Any], reason: str | None
 ) -> None:
-    found = lack_of_memory(MODEL, DENSE, replace(SIZES, **changes), free_bytes)
+    found = lack_of_memory(MODEL, replace(SIZES, **changes), free_bytes)
     assert found is None if reason is None else reason in str(found)
 
 
-def test_the_output_layer_stays_dense_in_int8() -> None:
-    assert MODEL.num_bytes(INT8) == 544 << 20
-    assert replace(MODEL, num_head_weights=1 << 20).num_bytes(INT8) == 546 << 20
-    assert lack_of_memory(MODEL, INT8, SIZES, 1088 << 20) is None
-    assert "int8 weights would take 544 MiB" in str(lack_of_memory(MODEL, INT8, SIZES, (1088 << 20) - 1))
+# A product, the seats and the tokens of a step.
+Call = tuple[TrialShape, int, int]
 
 
-# A product, the forms, the seats and the tokens of a step.
-Call = tuple[TrialShape, Sequence[WeightForm], int, int]
+def scripted(calls: list[Call], dense: float) -> Measure:
+    """A measurement that dense products take this share of the time of quantized ones."""
 
-
-def scripted(calls: list[Call], **share: float) -> Measure:
-    """A measurement that products of these forms take these shares of the time of quantized ones."""
-    times = times_of(**share)
-
-    def measure(
-        product: TrialShape, forms: Sequence[WeightForm], num_seats: int, max_num_tokens: int
-    ) -> dict[WeightForm, TokenTimes]:
-        calls.append((product, forms, num_seats, max_num_tokens))
-        return {form: times[form] for form in forms}
+    def measure(product: TrialShape, num_seats: int, max_num_tokens: int) -> dict[WeightForm, TokenTimes]:
+        calls.append((product, num_seats, max_num_tokens))
+        return times_of(dense, 1.0)
 
     return measure
 
 
 def test_without_memory_nothing_is_measured() -> None:
     calls: list[Call] = []
-    choice = choose_form(MODEL, SIZES, GIBIBYTE, scripted(calls, dense=0.1, int8=0.1))
+    choice = choose_form(MODEL, SIZES, GIBIBYTE, scripted(calls, 0.1))
     assert (choice.form, calls) == (QUANTIZED, [])
-    assert "int8 weights would take 544 MiB" in str(choice)
-
-
-def test_only_forms_that_fit_are_measured() -> None:
-    calls: list[Call] = []
-    choice = choose_form(MODEL, SIZES, 1200 << 20, scripted(calls, int8=0.5))
-    assert choice.form is INT8
-    assert [forms for _, forms, *_ in calls] == [[QUANTIZED, INT8]]
-
-
-def test_a_dtype_that_is_set_is_kept_in_products() -> None:
-    calls: list[Call] = []
-    choice = choose_form(MODEL, replace(SIZES, dtype="float32"), 8 * GIBIBYTE, scripted(calls, dense=0.9, int8=0.1))
-    assert choice.form is QUANTIZED
-    assert [forms for _, forms, *_ in calls] == [[QUANTIZED, DENSE]]
+    assert "dense weights would take 1,024 MiB" in str(choice)
 
 
 def test_a_model_in_the_caches_is_not_measured() -> None:
     small = replace(MODEL, num_layers=1, product=product_of(64, 128, torch.bfloat16, CODES))
     assert small.product.num_bytes < TRIAL_BYTES // 2
     calls: list[Call] = []
-    choice = choose_form(small, SIZES, 8 * GIBIBYTE, scripted(calls, dense=0.1, int8=0.1))
+    choice = choose_form(small, SIZES, 8 * GIBIBYTE, scripted(calls, 0.1))
     assert (choice.form, calls) == (QUANTIZED, [])
 
 
@@ -189,17 +170,16 @@ def test_steps_are_measured_with_the_seats_that_an_executor_will_have(
 ) -> None:
     sizes = replace(SIZES, max_num_sequences=seats_set, max_num_tokens=512)
     calls: list[Call] = []
-    model = replace(MODEL, num_layer_weights=0, num_head_weights=GIBIBYTE // 2)
-    choice = choose_form(model, sizes, free_gib * GIBIBYTE, scripted(calls, dense=0.5, int8=0.5))
+    choice = choose_form(MODEL, sizes, free_gib * GIBIBYTE, scripted(calls, 0.5))
     assert choice.form is DENSE
-    assert calls == [(MODEL.product, list(WeightForm), seats, 512)]
+    assert calls == [(MODEL.product, seats, 512)]
 
 
 def test_products_are_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_form, "TRIAL_OPERATIONS", 1 << 22)
     library = library_of(INSTRUCTION_SETS[0])
     measure = measure_with(library, NativePool(library, 2), DEFAULT_STREAM)
-    measured = measure(product_of(96, 160, torch.bfloat16, TrialCodes(8, 32, False)), list(WeightForm), 3, 40)
+    measured = measure(product_of(96, 160, torch.bfloat16, TrialCodes(8, 32, False)), 3, 40)
     assert list(measured) == list(WeightForm)
     for times in measured.values():
         assert 0 < times.decode_s < 1
@@ -221,33 +201,29 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def measured_shares(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], list[Call]]:
-    """Lets dense and int8 products of every model take these shares of the time of quantized ones. Returns the
-    calls."""
+def measured_share(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[Call]]:
+    """Lets dense products of every model take this share of the time of quantized ones. Returns the calls."""
 
-    def set_shares(dense: float, int8: float) -> list[Call]:
+    def set_share(dense: float) -> list[Call]:
         calls: list[Call] = []
-        measure = scripted(calls, dense=dense, int8=int8)
+        measure = scripted(calls, dense)
         monkeypatch.setattr(weight_form, "TRIAL_BYTES", 0)
         monkeypatch.setattr("inflight.executor.model.loader.measure_with", lambda *_: measure)
         return calls
 
-    return set_shares
+    return set_share
 
 
 @pytest.mark.usefixtures("quantized")
-@pytest.mark.parametrize(
-    ("dense", "int8", "explicit"), [(0.5, 0.9, "dense"), (0.9, 0.9, "quantized"), (0.9, 0.5, "int8")]
-)
+@pytest.mark.parametrize(("dense", "explicit"), [(0.5, "dense"), (0.9, "quantized")])
 def test_an_executor_has_the_form_that_was_measured_to_be_faster(
     folder: Path,
-    measured_shares: Callable[[float, float], list[Call]],
+    measured_share: Callable[[float], list[Call]],
     dense: float,
-    int8: float,
     explicit: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    calls, case = measured_shares(dense, int8), filled_case()
+    calls, case = measured_share(dense), filled_case()
     with torch_threads(2), caplog.at_level("INFO"):
         chosen = load(folder, dtype_name="bfloat16", sizes=SIZES)
         assert [(num_seats, max_num_tokens) for *_, num_seats, max_num_tokens in calls] == [(32, 1024)]
@@ -265,9 +241,9 @@ def test_an_executor_has_the_form_that_was_measured_to_be_faster(
 
 @pytest.mark.usefixtures("quantized")
 def test_ranks_and_callers_without_an_executor_do_not_measure(
-    folder: Path, measured_shares: Callable[[float, float], list[Call]]
+    folder: Path, measured_share: Callable[[float], list[Call]]
 ) -> None:
-    calls = measured_shares(0.1, 0.1)
+    calls = measured_share(0.1)
     for options in ({"sizes": SIZES, "shard": Shard(1, 2)}, {}):
         assert load(folder, **options).description.weight_dtype == "quantized"
     assert calls == []
@@ -276,22 +252,22 @@ def test_ranks_and_callers_without_an_executor_do_not_measure(
 @pytest.mark.usefixtures("quantized")
 def test_too_little_memory_leaves_weights_as_they_are(
     folder: Path,
-    measured_shares: Callable[[float, float], list[Call]],
+    measured_share: Callable[[float], list[Call]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    calls = measured_shares(0.1, 0.1)
+    calls = measured_share(0.1)
     monkeypatch.setattr("inflight.executor.model.loader.num_available_memory_bytes", lambda: 1000)
     with caplog.at_level("INFO"):
         assert load(folder, sizes=SIZES).description.weight_dtype == "quantized"
     assert calls == []
-    assert "quantized weights are kept as in the checkpoint: int8 weights would take" in caplog.text
+    assert "quantized weights are kept as in the checkpoint: dense weights would take" in caplog.text
 
 
 def test_a_checkpoint_that_is_not_quantized_has_no_choice(
-    folder: Path, measured_shares: Callable[[float, float], list[Call]]
+    folder: Path, measured_share: Callable[[float], list[Call]]
 ) -> None:
-    calls = measured_shares(0.1, 0.1)
+    calls = measured_share(0.1)
     assert load(folder, sizes=SIZES).description.weight_dtype == "float32"
     assert calls == []
     with pytest.raises(ModelError, match="weight_dtype quantized is for quantized checkpoints"):

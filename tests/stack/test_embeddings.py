@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Literal
 
 import grpc
 import httpx2
@@ -233,7 +234,7 @@ async def test_a_batch_of_embeddings_has_those_of_its_lines(embedding_stack: Loc
     ) as client:
         model = (await client.models.list()).data[0].id
         bodies = [*({"model": model, "input": text} for text in TEXTS), {"model": model, "input": "x" * 1025}]
-        url = "/v1/embeddings"
+        url: Literal["/v1/embeddings"] = "/v1/embeddings"
         lines = [
             json.dumps({"custom_id": str(i), "method": "POST", "url": url, "body": body})
             for i, body in enumerate(bodies)

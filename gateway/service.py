@@ -96,9 +96,11 @@ class GatewayService:
             raise refused(LAST_EVENT_ID, "is not supported here: a response cannot be resumed; send a chat completion")
         stored, metadata, key = self._stored, _metadata(request), _key(request)
         raw = await self._body(request)
-        if stored is not None:
+        if stored is None:
+            body = parse_responses(raw)
+        else:
             raw = await stored.resolved(raw, metadata)
-        body = parse_responses(raw) if stored is None else stored.parsed(raw)
+            body = stored.parsed(raw)
         earlier = None
         if stored is not None and body.previous_response_id is not None:
             earlier = await stored.earlier(body.previous_response_id, metadata)

@@ -65,9 +65,14 @@ def items_before(previous: str, chain: Sequence[Record | None], max_bytes: int) 
 def referenced(body: Any) -> list[str]:
     """Returns the ids of the items that the input of an unchecked body refers to."""
     given = body.get("input") if isinstance(body, dict) else None
-    items = given if isinstance(given, list) else []
-    ids = [item.get("id") for item in items if isinstance(item, dict) and item.get("type") == REFERENCE]
-    return [item_id for item_id in ids if isinstance(item_id, str)]
+    ids = map(_id_referred_to, given if isinstance(given, list) else [])
+    return [item_id for item_id in ids if item_id is not None]
+
+
+def _id_referred_to(item: Any) -> str | None:
+    """Returns the id that an unchecked item refers to; None if it is no reference, or has no id."""
+    item_id = item.get("id") if isinstance(item, dict) and item.get("type") == REFERENCE else None
+    return item_id if isinstance(item_id, str) else None
 
 
 def response_of(item_id: str) -> str:
@@ -87,13 +92,12 @@ def with_items(body: dict[str, Any], records: Sequence[Record], max_bytes: int) 
         stored.update({item["id"]: item for item in (*own_items(record), *output)})
     items = []
     for number, item in enumerate(body["input"]):
-        if isinstance(item, dict) and item.get("type") == REFERENCE and isinstance(item.get("id"), str):
-            if item["id"] not in stored:
-                text = (
-                    f"Item with id {item['id'][:100]!r} not found. Only items of stored responses can be referred to."
-                )
+        item_id = _id_referred_to(item)
+        if item_id is not None:
+            if item_id not in stored:
+                text = f"Item with id {item_id[:100]!r} not found. Only items of stored responses can be referred to."
                 raise ApiError(404, text, param=f"input[{number}].id", code="not_found")
-            item = stored[item["id"]]
+            item = stored[item_id]
         items.append(item)
     raw = json.dumps({**body, "input": items}, ensure_ascii=False, separators=(",", ":")).encode()
     if len(raw) > max_bytes:

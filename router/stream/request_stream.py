@@ -310,7 +310,7 @@ class RequestStream:
 
     @property
     def _yields_tokens(self) -> bool:
-        """Whether its length is a sample for estimates."""
+        """Whether it generates, and does not ask for an embedding or a score."""
         return not self._submit.HasField("pooled")
 
     def pool(self, values: Sequence[float]) -> None:

@@ -677,7 +677,7 @@ class Dispatcher:
 
     async def _clear_suspicion(self, effect: ClearSuspicion) -> None:
         try:
-            await self._ledger.absolve(effect.life.request_id, effect.attempt)
+            await self._ledger.clear_suspect(effect.life.request_id, effect.attempt)
         except RequestError as error:
             log.debug("%s stays under suspicion: %s", effect.life.request_id, error)
 

@@ -13,8 +13,8 @@ the ledger's clock.
 - `room` (zset): executor that is not claimed → −available blocks; may still contain a silent executor
 - `sizes` (zset): executor → total blocks
 - `reports` (zset): executor → time of its last report
-- `requests` (hash): request → owner, tenant, state, class, its demand and digest, its order, attempt, strikes, the
-  executors blamed for undecided strikes, how often others bypassed it; what its latest placement reserved and charged,
+- `requests` (hash): request → owner, tenant, state, class, its demand and digest, its order, attempt, failures, the
+  executors of undecided failures, how often others bypassed it; what its latest placement reserved and charged,
   and whether it was adopted
 - `waiting:1` `waiting:2` `waiting:3` (zset by name): queue of a class: `tenant\\0deadline arrival request`; the
   deadline counts as at most one minute after the submit

@@ -98,7 +98,7 @@ class Ledger(Protocol):
         the request has ended, and it was never placed or its executor is not known.
         """
 
-    async def absolve(self, request_id: str, attempt: int) -> None:
+    async def clear_suspect(self, request_id: str, attempt: int) -> None:
         """Clears the suspicion of a request whose placement has produced a token. Its earlier losses no longer
         count."""
 

@@ -220,8 +220,8 @@ class RedisLedger:
         reply = await self._detached(self._adopt(request_id))
         return parse_adopt(request_id, reply)
 
-    async def absolve(self, request_id: str, attempt: int) -> None:
-        await self._detached(self._repeat("absolve", request_id, attempt))
+    async def clear_suspect(self, request_id: str, attempt: int) -> None:
+        await self._detached(self._repeat("clear_suspect", request_id, attempt))
 
     async def find_forgotten(self, waiting: Sequence[Attempt]) -> frozenset[str]:
         reply = await self._detached(self._repeat("verify", *verify_args(waiting)))

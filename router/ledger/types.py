@@ -305,9 +305,9 @@ class Placement:
     """The request has blocks and a sequence reserved on the executor. Its owner submits it there.
 
     `blocks` is the number of reserved blocks. `suspect`: an executor was lost while it ran this request, before the
-    first token. The owner calls `absolve` at the first token. `adapter` is the hash of the adapter that is pinned on
-    the executor. It is chosen when the request is admitted, and a repeat does not change it. Comparisons of placements
-    ignore these three fields.
+    first token. The owner calls `clear_suspect` at the first token. `adapter` is the hash of the adapter that is pinned
+    on the executor. It is chosen when the request is admitted, and a repeat does not change it. Comparisons of
+    placements ignore these three fields.
     """
 
     request_id: str

@@ -247,7 +247,7 @@ LEDGER = (
     Mutation(
         "an executor that seated a suspect never seats another one",
         "router/ledger/scripts/shared/states.lua",
-        "    executor.has_suspect = executor.has_suspect and request.strikes == 0\n",
+        "    executor.has_suspect = executor.has_suspect and request.failures == 0\n",
         "",
         ("tests/unit/test_store_suspects.py", *LEDGER_TESTS),
     ),

@@ -300,7 +300,7 @@ class SimpleRouter:
         running = [one for one in self.serves.values() if one.placement]
         if running:
             served = rng.choice(running)
-            await self.call(lambda: self.store.absolve(served.demand.request_id, served.attempt))
+            await self.call(lambda: self.store.clear_suspect(served.demand.request_id, served.attempt))
 
     async def relay(self, executor: SimpleExecutor) -> None:
         """Relays a report, and has cancelled what is superseded."""

@@ -34,7 +34,7 @@ def take_over(pool: Pool, router_id: str, request: Request) -> None:
 def placement_of(request: Request) -> Placement:
     """Where it is, with what its router must know of that."""
     assert request.placement
-    return dataclasses.replace(request.placement, suspect=request.strikes > 0)
+    return dataclasses.replace(request.placement, suspect=request.failures > 0)
 
 
 def is_adopting(pool: Pool, request: Request, router_id: str, demand: Demand) -> bool:

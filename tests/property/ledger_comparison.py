@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from inflight.router.ledger.types import LedgerState
-from tests.property.ledger_pool import SILENT_MS, Blamed, Pool
+from tests.property.ledger_pool import SILENT_MS, Pool, Undecided
 from tests.property.store_records import Records
 
 CLASSES = (1, 2, 3)
@@ -30,9 +30,9 @@ def _compare_requests(records: Records, pool: Pool) -> None:
         record, placement = found[name], request.placement
         assert request.state
         assert (record["state"], record["owner"]) == (request.state.value, request.owner_id)
-        assert (record["attempt"], record["strikes"]) == (request.attempt, request.strikes)
+        assert (record["attempt"], record["failures"]) == (request.attempt, request.failures)
         assert record["counted"] == request.counted
-        assert [Blamed(**one) for one in record["blamed"] or ()] == request.blamed
+        assert [Undecided(**one) for one in record["undecided"] or ()] == request.undecided
         assert record["digest"] == ("?" if request.digest is None else request.digest)
         assert (record["class"], record["output"], record["passed"]) == (
             request.class_,

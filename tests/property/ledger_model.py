@@ -34,9 +34,9 @@ from inflight.router.ledger.types import (
 )
 from tests.property import ledger_adoption as adoption
 from tests.property.ledger_board import board, place
+from tests.property.ledger_failures import clear_failures, decide_failures, record_failure
 from tests.property.ledger_pool import LEASE_MS, NO_OBSERVERS, Executor, Pool, Request, placement_blocks_of
 from tests.property.ledger_refusals import impossible, refusal_of_waiting
-from tests.property.ledger_strikes import forgive, judge, strike
 from tests.property.ledger_tenants import smoothed_share
 
 AUDIT_GRACE_MS = 2000
@@ -110,7 +110,7 @@ class Ledger:
             known.is_adopted = known.state is LedgerState.PLACED
             if known.state is LedgerState.LOST:
                 if was_told:
-                    strike(self.pool, known, progressed=demand.output_tokens > known.output)
+                    record_failure(self.pool, known, progressed=demand.output_tokens > known.output)
                 self.pool.set_placement_blocks(known, placement_blocks_of(demand))
                 self._requeue(router_id, known, demand.output_tokens)
                 board(self.pool, router_id)
@@ -228,11 +228,11 @@ class Ledger:
         self.register(router_id)
         return adoption.adopt(self.pool, router_id, name)
 
-    def absolve(self, router_id: str, one: Attempt) -> None:
-        """Model of absolve.lua."""
+    def clear_suspect(self, router_id: str, one: Attempt) -> None:
+        """Model of clear_suspect.lua."""
         request = self.pool.requests.get(one.request_id)
-        if request and request.state is LedgerState.PLACED and request.attempt == one.attempt and request.strikes:
-            forgive(request)
+        if request and request.state is LedgerState.PLACED and request.attempt == one.attempt and request.failures:
+            clear_failures(request)
             board(self.pool, router_id)
 
     def find_forgotten(self, router_id: str, waiting: Iterable[Attempt]) -> frozenset[str]:
@@ -269,7 +269,7 @@ class Ledger:
             if request.state is LedgerState.PLACED and why != "preempted" and request.placement:
                 pool.executors[request.placement.executor_id].suspended = True
             if progressed or why in ("lost", "stood still"):
-                strike(pool, request, progressed=progressed, is_stall=why == "stood still")
+                record_failure(pool, request, progressed=progressed, is_stall=why == "stood still")
                 refused = self._judge(router_id, name, max_attempts)
                 if refused:
                     board(pool, router_id)
@@ -282,13 +282,13 @@ class Ledger:
 
     def _judge(self, router_id: str, name: str, max_attempts: int) -> HandBackRefusal | None:
         pool, request = self.pool, self.pool.requests[name]
-        judge(pool, request)
-        num_stalls = sum(blamed.stalled for blamed in request.blamed)
-        num_deaths = request.strikes - len(request.blamed)
+        decide_failures(pool, request)
+        num_stalls = sum(one.stalled for one in request.undecided)
+        num_deaths = request.failures - len(request.undecided)
         if num_deaths >= max_attempts or num_stalls >= max_attempts:
             pool.end(name, was_cancelled=False)
             return HandBackRefusal.EXHAUSTED if num_deaths >= max_attempts else HandBackRefusal.STALLED
-        if request.strikes - num_stalls >= max_attempts:
+        if request.failures - num_stalls >= max_attempts:
             request.owner_id, request.state, request.lost_ms = router_id, LedgerState.LOST, pool.now_ms
             pool.update_active()
             return HandBackRefusal.UNDECIDED
@@ -356,7 +356,7 @@ class Ledger:
             else:
                 if not known:
                     self._take_in(one)
-                forgive(pool.requests[one.request_id])  # it lost earlier attempts than this one
+                clear_failures(pool.requests[one.request_id])  # it lost earlier attempts than this one
                 pool.seat(one.request_id, report.executor_id, one.attempt, one.blocks)
         return superseded
 

@@ -47,7 +47,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Blamed:
+class Undecided:
     """An executor said to have died or `stalled` under a request."""
 
     executor_id: str
@@ -80,9 +80,9 @@ class Request:
     blocks: int = 0
     """To its end."""
     state: LedgerState | None = None
-    strikes: int = 0
-    blamed: list[Blamed] = field(default_factory=list)
-    """Whom the strikes name that are undecided."""
+    failures: int = 0
+    undecided: list[Undecided] = field(default_factory=list)
+    """The failures for which it is not known yet whether the executor died."""
     counted: int = 0
     """The last attempt whose loss needs no more counting."""
     is_adopted: bool = False
@@ -330,11 +330,11 @@ class Pool:
 
     def suspects_on(self, executor_id: str) -> list[str]:
         """Those placed there under which an executor was lost."""
-        return [name for name in self.placed_on(executor_id) if self.requests[name].strikes]
+        return [name for name in self.placed_on(executor_id) if self.requests[name].failures]
 
     def would_share_blame(self, executor_id: str, request: Request) -> bool:
         """Whether it is a suspect, and the executor has another."""
-        return request.strikes > 0 and bool(self.suspects_on(executor_id))
+        return request.failures > 0 and bool(self.suspects_on(executor_id))
 
     def has_room(self, executor_id: str, request: Request) -> bool:
         """Whether it fits there, and may be there."""
@@ -533,7 +533,7 @@ class Pool:
         request.state, request.attempt, request.placed_ms = LedgerState.PLACED, attempt, self.now_ms
         generation = self.executors[executor_id].report.generation
         request.placement, request.reserved = (
-            Placement(name, attempt, executor_id, generation, suspect=request.strikes > 0),
+            Placement(name, attempt, executor_id, generation, suspect=request.failures > 0),
             blocks,
         )
         request.is_adopted = False

@@ -68,7 +68,7 @@ def _check_reservations(records: Records, placed: dict[str, Any], budget_blocks:
         assert executor["reserved_blocks"] == sum(one["reserved"] for one in there)
         assert executor["reserved_sequences"] == sum(one["sequences"] for one in there)
         assert executor["reserved_blocks"] <= budget_blocks
-        suspects = [one for one in there if one["strikes"]]
+        suspects = [one for one in there if one["failures"]]
         assert len(suspects) == executor["has_suspect"]
 
 

@@ -116,7 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
                 router_id, self._something(rng), 3, rng.choice(WHYS)
             ): 4,
             lambda rng, router_id, executor_id: self.adopt(router_id, self._something(rng).request_id): 2,
-            lambda rng, router_id, executor_id: self._absolve(router_id, self._something(rng)): 2,
+            lambda rng, router_id, executor_id: self._clear_suspect(router_id, self._something(rng)): 2,
             self._submit_something_again: 4,
             self._report_something: 4,
             self._lose_and_see: 5,
@@ -266,12 +266,17 @@ class StoreMachine(RuleBasedStateMachine):
         self._do(router_id, lambda: store.adopt(request_id), lambda: model.adopt(router_id, request_id), is_reply_lost)
 
     @rule(router_id=router_ids, choices=st.data(), is_reply_lost=st.booleans())
-    def absolve(self, router_id: str, choices: st.DataObject, is_reply_lost: bool) -> None:
-        self._absolve(router_id, choices.draw(self._attempts()), is_reply_lost)
+    def clear_suspect(self, router_id: str, choices: st.DataObject, is_reply_lost: bool) -> None:
+        self._clear_suspect(router_id, choices.draw(self._attempts()), is_reply_lost)
 
-    def _absolve(self, router_id: str, one: Attempt, is_reply_lost: bool = False) -> None:
+    def _clear_suspect(self, router_id: str, one: Attempt, is_reply_lost: bool = False) -> None:
         store, model, (name, attempt) = self.stores[router_id], self.model, (one.request_id, one.attempt)
-        self._do(router_id, lambda: store.absolve(name, attempt), lambda: model.absolve(router_id, one), is_reply_lost)
+        self._do(
+            router_id,
+            lambda: store.clear_suspect(name, attempt),
+            lambda: model.clear_suspect(router_id, one),
+            is_reply_lost,
+        )
 
     @rule(
         router_id=router_ids, choices=st.data(), max_attempts=st.integers(1, 4), why=whys, is_reply_lost=st.booleans()

@@ -43,7 +43,7 @@ local function run()
       for j = 1, #flat, 2 do
         local record = unpacked[name] and plain(unpacked[name](flat[j + 1])) or flat[j + 1]
         if name == 'requests' then
-          record.blamed = record.blamed ~= '' and cmsgpack.unpack(record.blamed) or {}
+          record.undecided = record.undecided ~= '' and cmsgpack.unpack(record.undecided) or {}
         elseif name == 'executors' then
           record.pins = record.pins ~= '' and cmsgpack.unpack(record.pins) or {}
         end

@@ -104,7 +104,7 @@ class Both:
         rng = self.rng
         placement = Placement(name, entry.attempt - (rng.random() < 0.1), EXECUTOR, entry.generation)
         why = rng.choice(tuple(WHYS))
-        if entry.strikes and entry.generation == self.small.generation:
+        if entry.failures and entry.generation == self.small.generation:
             why = RequeueReason.PREEMPTED  # whether an executor that is gone has died is known only to the oracle
         progressed = rng.random() < 0.3
         one = Attempt(name, placement.attempt)

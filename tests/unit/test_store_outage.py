@@ -97,7 +97,7 @@ async def test_all_that_a_router_writes_to_the_ledger_fails_with_one_line(caplog
     for _ in range(10):
         assert not await writer.settle_now()
         await writer._relay([ExecutorReport("x", 1, 1, 10, 10, 1, accepting=True)])
-    calls = (store.renew(), store.reap(), store.cancel("r"), store.explain("r"), store.absolve("r", 1))
+    calls = (store.renew(), store.reap(), store.cancel("r"), store.explain("r"), store.clear_suspect("r", 1))
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(outcome, RequestError) for outcome in outcomes)
     assert [record.getMessage() for record in caplog.records] == [

@@ -1,4 +1,4 @@
-"""A request under which an executor was lost is a suspect: seated alone of its kind, and absolved by a token."""
+"""A request under which an executor was lost is a suspect: seated alone of its kind, and cleared by a token."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ async def test_executor_seats_one_suspect_at_a_time(store_pool: StorePool) -> No
     assert await a.place("innocent", priority_class=1) == Placement("innocent", 1, "x", 1)
 
 
-async def test_token_absolves_and_lets_the_next_suspect_board(store_pool: StorePool) -> None:
+async def test_token_clears_the_suspect_and_lets_the_next_suspect_board(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report())
     await suspects(store_pool, a, "r1", "r2")
     await a.told()
 
-    await a.store.absolve("r1", 1)  # not this placement
+    await a.store.clear_suspect("r1", 1)  # not this placement
     assert await a.told() == []
-    await a.store.absolve("r1", 2)
-    await a.store.absolve("r1", 2)
+    await a.store.clear_suspect("r1", 2)
+    await a.store.clear_suspect("r1", 2)
     assert await a.placed() == ["r2"]
     assert isinstance(await a.store.hand_back("r1", 2, max_attempts=2), Queued)  # losses count from zero
 
@@ -66,7 +66,7 @@ async def test_suspects_end_opens_its_executor_to_the_next(store_pool: StorePool
     assert await a.placed() == ["r2"]
 
 
-async def test_loss_after_tokens_is_no_strike(store_pool: StorePool) -> None:
+async def test_loss_after_tokens_is_no_failure(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report())
     await a.place("r")

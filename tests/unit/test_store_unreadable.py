@@ -31,7 +31,7 @@ CALLS: dict[str, Callable[[RedisLedger], Awaitable[object]]] = {
     "hand_back": lambda store: store.hand_back("q", 1, 2, rejected=True),
     "cancel": lambda store: store.cancel("q"),
     "adopt": lambda store: store.adopt("r"),
-    "absolve": lambda store: store.absolve("r", 1),
+    "clear_suspect": lambda store: store.clear_suspect("r", 1),
     "explain": lambda store: store.explain("q"),
     "check_rates": lambda store: store.check_rates("t", TenantLimits(requests_per_s=5), 1, takes=True),
     "find_forgotten": lambda store: store.find_forgotten([]),

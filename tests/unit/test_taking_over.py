@@ -313,15 +313,15 @@ async def test_executor_of_the_older_protocol_holds_nothing_to_attach_to(scene: 
 # --- suspects and gaps
 
 
-async def test_suspect_is_absolved_by_its_first_token_once(scene: Scene) -> None:
+async def test_suspect_is_cleared_by_its_first_token_once(scene: Scene) -> None:
     async with scene.router.running():
         await scene.run_here(suspect=True)
         await settled()
-        assert scene.store.absolved == []
+        assert scene.store.cleared_suspects == []
         scene.link.receive(steps(1, 2))
         scene.link.receive(steps(3, offset=2))
         await settled()
-        assert scene.store.absolved == [("r", 1)]
+        assert scene.store.cleared_suspects == [("r", 1)]
 
 
 async def test_loss_before_a_token_of_the_placement_is_no_progress(scene: Scene) -> None:

@@ -33,7 +33,7 @@ end
 
 -- Whether some executor has a seat that the request may take. A suspect may not run beside another suspect.
 local function may_find_blocks(request)
-  for _, executor_id in ipairs(with_room(request.strikes > 0 and places.MAX_SUSPECT_CANDIDATES or 1)) do
+  for _, executor_id in ipairs(with_room(request.failures > 0 and places.MAX_SUSPECT_CANDIDATES or 1)) do
     if suspects.allows(request, load_executor(executor_id)) then
       return true
     end

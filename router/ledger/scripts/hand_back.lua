@@ -33,9 +33,9 @@ local function return_to_line(request)
   end
   states.withdraw(asked.id, request)
   if asked.why == 'lost' or asked.why == 'stood_still' or asked.progressed then
-    states.strike(request, asked.progressed, asked.why == 'stood_still')
-    local num_undecided, num_stalls = states.decide_strikes(request)
-    local num_deaths = request.strikes - num_undecided - num_stalls
+    states.record_failure(request, asked.progressed, asked.why == 'stood_still')
+    local num_undecided, num_stalls = states.decide_failures(request)
+    local num_deaths = request.failures - num_undecided - num_stalls
     if num_deaths >= asked.max_attempts or num_stalls >= asked.max_attempts then
       states.add_tombstone_with_ending(asked.id, request, false)
       states.sweep_tombstones(2)

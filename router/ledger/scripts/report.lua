@@ -74,7 +74,7 @@ local function account_for(request_id, attempt, blocks, adapter)
   may_board = true
   if request then -- the ledger has lost this placement: the executor's report counts
     states.withdraw(request_id, request)
-    states.clear_strikes(request) -- its attempts before this one; and the executor may have a suspect
+    states.clear_failures(request) -- its attempts before this one; and the executor may have a suspect
     states.seat(request_id, request, report.id, attempt, blocks)
     return false
   end

@@ -30,9 +30,9 @@ RECORDS: Mapping[str, Sequence[str]] = {
             max_running output_share request_ms token_ms ms_per_token used_ms
         """,
         "request": """
-            state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ blamed$ adapter$ class
+            state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ undecided$ adapter$ class
             asked_class deadline_in_ms deadline_ms order_ms since_ms arrival blocks placement_blocks
-            sequences prompt max output block_size bytes attempt strikes counted passed estimate
+            sequences prompt max output block_size bytes attempt failures counted passed estimate
             correction charged? adopted? charge rated generation placed_ms reserved preempting
         """,
         "ending": """

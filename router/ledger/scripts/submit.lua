@@ -43,7 +43,7 @@ local function is_own_repeat(known)
 end
 
 -- Makes the caller the owner of the request in its current state; one that has just lost its executor is enqueued again
--- first. That is no strike if the caller, its owner, never learned of the placement, and so did not submit it.
+-- first. That is no failure if the caller, its owner, never learned of the placement, and so did not submit it.
 local function adopt(known)
   if not owners.reachable(known.owner) then
     return {'AGAIN'}
@@ -60,7 +60,7 @@ local function adopt(known)
   end
   states.withdraw(asked.id, known)
   if was_told then
-    states.strike(known, asked.output > known.output)
+    states.record_failure(known, asked.output > known.output)
   end
   states.set_placement_blocks(known, asked.placement_blocks)
   states.requeue(asked.id, known, asked.output)

@@ -64,7 +64,7 @@ class ScriptedLedger:
         self.demands: list[Demand] = []
         self.hand_backs: list[tuple[str, int, dict[str, Any]]] = []
         self.placement_blocks: list[int | None] = []
-        self.absolved: list[tuple[str, int]] = []
+        self.cleared_suspects: list[tuple[str, int]] = []
         self.forgotten: frozenset[str] = frozenset()
         self.endings: list[Attempt | Ending] = []
         self.may_settle = asyncio.Event()
@@ -100,8 +100,8 @@ class ScriptedLedger:
     async def adopt(self, request_id: str) -> Any:
         return self._answer()
 
-    async def absolve(self, request_id: str, attempt: int) -> None:
-        self.absolved.append((request_id, attempt))
+    async def clear_suspect(self, request_id: str, attempt: int) -> None:
+        self.cleared_suspects.append((request_id, attempt))
 
     async def settle(self, endings: Sequence[Attempt | Ending]) -> int:
         await self.may_settle.wait()

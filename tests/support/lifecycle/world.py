@@ -108,7 +108,7 @@ class Entry:
     owner: str
     order: int
     generation: int = 0
-    strikes: int = 0
+    failures: int = 0
     is_adopted: bool = False
 
     def placement(self, request_id: str) -> Placement:
@@ -274,15 +274,15 @@ class Ledger:
         if entry.state is not LedgerState.WAITING:
             if entry.state is LedgerState.PLACED and why is not RequeueReason.PREEMPTED:
                 self.is_suspended = True
-            strikes = 0 if progressed else entry.strikes
+            failures = 0 if progressed else entry.failures
             if why is RequeueReason.LOST and not progressed and placement.generation != self.generation:
-                strikes += 1
-            if strikes >= MAX_ATTEMPTS:
+                failures += 1
+            if failures >= MAX_ATTEMPTS:
                 self._bury(name, was_cancelled=False)
                 self.board()
                 return HandBackRefusal.EXHAUSTED
             self.entries[name] = dataclasses.replace(
-                entry, state=LedgerState.WAITING, owner=caller, generation=0, strikes=strikes
+                entry, state=LedgerState.WAITING, owner=caller, generation=0, failures=failures
             )
         self.board()
         return self.standing(name, caller)
@@ -1027,7 +1027,7 @@ class World:
         return (
             tuple(
                 sorted(
-                    (name, e.state.value, e.attempt, e.owner, rank[e.order], e.generation, e.strikes, e.is_adopted)
+                    (name, e.state.value, e.attempt, e.owner, rank[e.order], e.generation, e.failures, e.is_adopted)
                     for name, e in ledger.entries.items()
                 )
             ),

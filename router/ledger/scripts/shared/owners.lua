@@ -72,7 +72,7 @@ function owners.notify(kind, id, request)
   local fields = {
     'kind', kind, 'request_id', id, 'attempt', request.attempt,
     'executor_id', request.executor_id, 'generation', request.generation, 'blocks', request.reserved,
-    'suspect', request.strikes > 0 and '1' or '0', 'at_ms', NOW_TEXT,
+    'suspect', request.failures > 0 and '1' or '0', 'at_ms', NOW_TEXT,
   }
   if request.adapter ~= '' then
     fields[#fields + 1], fields[#fields + 2] = 'adapter', request.adapter

@@ -184,7 +184,7 @@ local function choose_open(request)
   if request.adapter ~= '' then
     return choose_with_adapter(request)
   end
-  local most = request.strikes > 0 and places.MAX_SUSPECT_CANDIDATES or MAX_CANDIDATES
+  local most = request.failures > 0 and places.MAX_SUSPECT_CANDIDATES or MAX_CANDIDATES
   for count = 1, most, most - 1 do -- the first is usually enough
     for _, executor_id in ipairs(places.roomiest(count)) do
       local blocks = places.room_for(request, load_executor(executor_id))
@@ -192,7 +192,7 @@ local function choose_open(request)
         return cheapest(request, executor_id, blocks)
       end
     end
-    if request.sequences == 1 and request.strikes == 0 and request.placement_blocks == request.blocks
+    if request.sequences == 1 and request.failures == 0 and request.placement_blocks == request.blocks
       and not state.overcommits then
       return nil
     end

@@ -3,8 +3,8 @@
 --   PLACED   reserved on an executor: in `placements` and in the executor's reserved sums; counted by its tenant
 --   LOST     taken back from an executor; its owner was notified and hands it back or settles it: in `lost`
 -- It ends by leaving `requests` for a tombstone in `ended`; for a placed request `endings` has its executor, so that a
--- router can attach to it. A request whose executor was lost before its first token has a strike and is a suspect: an
--- executor runs one suspect at a time. `blamed` has the strikes for which it is not known yet whether the executor
+-- router can attach to it. A request whose executor was lost before its first token has a failure and is a suspect: an
+-- executor runs one suspect at a time. `undecided` has the failures for which it is not known yet whether the executor
 -- died, `counted` the last attempt whose loss is already counted.
 --
 -- Queues are ordered by name: tenant, then deadline (at most PATIENCE_MS away), then arrival. A tenant's queue is a
@@ -102,7 +102,7 @@ function states.new_request(owner, asked, attempt)
     order_ms = NOW + math.min(asked.deadline_in_ms, PATIENCE_MS), since_ms = NOW, arrival = state.arrivals,
     blocks = asked.blocks, placement_blocks = asked.placement_blocks, sequences = asked.sequences,
     prompt = asked.prompt, max = asked.max, output = asked.output, block_size = asked.block_size, bytes = asked.bytes,
-    attempt = attempt, strikes = 0, blamed = '', counted = 0, passed = 0, state = '', executor_id = '', claim = '',
+    attempt = attempt, failures = 0, undecided = '', counted = 0, passed = 0, state = '', executor_id = '', claim = '',
     estimate = math.huge, correction = 1, charged = false, adopted = false, charge = 0, rated = 0, generation = 0,
     placed_ms = 0, reserved = 0, preempting = 0, adapter = asked.adapter,
   }
@@ -143,7 +143,7 @@ local function leave_executor(id, request)
   if executor then
     executor.reserved_blocks = executor.reserved_blocks - request.reserved
     executor.reserved_sequences = executor.reserved_sequences - request.sequences
-    executor.has_suspect = executor.has_suspect and request.strikes == 0
+    executor.has_suspect = executor.has_suspect and request.failures == 0
     if request.adapter ~= '' then
       adapters.count_pin(executor, request.adapter, -1)
     end
@@ -183,7 +183,7 @@ function states.seat(id, request, executor_id, attempt, blocks, cached)
   request.passed, request.preempting, request.estimate, request.adopted = 0, 0, math.huge, false
   executor.reserved_blocks = executor.reserved_blocks + blocks
   executor.reserved_sequences = executor.reserved_sequences + request.sequences
-  executor.has_suspect = executor.has_suspect or request.strikes > 0
+  executor.has_suspect = executor.has_suspect or request.failures > 0
   if request.adapter ~= '' then
     adapters.count_pin(executor, request.adapter, 1)
   end
@@ -200,62 +200,62 @@ function states.seat(id, request, executor_id, attempt, blocks, cached)
   save_request(id, request)
 end
 
--- Whether the executor of a strike has died; nil while that is unknown. It died if it started again or its lease
+-- Whether the executor of a failure has died; nil while that is unknown. It died if it started again or its lease
 -- lapsed, and is alive if the same generation reported again. A report relayed within RELAY_MS may be older. One that
 -- has stalled reports on, and accepts work again once its engine has made a step.
-local function has_died(blame)
-  local executor = load_executor(blame.executor_id)
-  if not executor or executor.generation ~= blame.generation then
+local function has_died(one)
+  local executor = load_executor(one.executor_id)
+  if not executor or executor.generation ~= one.generation then
     return true
-  elseif executor.last_report_ms > blame.at_ms + RELAY_MS and (executor.accepting or not blame.stalled) then
+  elseif executor.last_report_ms > one.at_ms + RELAY_MS and (executor.accepting or not one.stalled) then
     return false
   end
   return nil
 end
 
-function states.clear_strikes(request)
-  request.strikes, request.blamed = 0, ''
+function states.clear_failures(request)
+  request.failures, request.undecided = 0, ''
 end
 
--- Decides the strikes that can be decided: one whose executor died stays, one whose executor lives is removed. Returns
+-- Decides the failures that can be decided: one whose executor died stays, one whose executor lives is removed. Returns
 -- how many are undecided, and how many more are stalls that last.
-function states.decide_strikes(request)
+function states.decide_failures(request)
   local undecided, num_stalls = {}, 0
-  for _, blame in ipairs(request.blamed ~= '' and cmsgpack.unpack(request.blamed) or {}) do
-    local died = has_died(blame)
+  for _, one in ipairs(request.undecided ~= '' and cmsgpack.unpack(request.undecided) or {}) do
+    local died = has_died(one)
     if died == nil then
-      undecided[#undecided + 1] = blame
-      num_stalls = num_stalls + (blame.stalled and 1 or 0)
+      undecided[#undecided + 1] = one
+      num_stalls = num_stalls + (one.stalled and 1 or 0)
     elseif not died then
-      request.strikes = request.strikes - 1
+      request.failures = request.failures - 1
     end
   end
-  request.blamed = #undecided > 0 and cmsgpack.pack(undecided) or ''
+  request.undecided = #undecided > 0 and cmsgpack.pack(undecided) or ''
   return #undecided - num_stalls, num_stalls
 end
 
--- Counts the loss of a placement against the request, once. If the placement produced tokens, all strikes are cleared.
+-- Counts the loss of a placement against the request, once. If the placement produced tokens, all failures are cleared.
 -- An executor whose same generation got the request again has not died before. `stalled`: its engine stalls.
-function states.strike(request, progressed, stalled)
+function states.record_failure(request, progressed, stalled)
   if progressed then
-    states.clear_strikes(request)
+    states.clear_failures(request)
     return
   elseif request.counted == request.attempt then
     return
   end
-  local blamed = {}
-  for _, blame in ipairs(request.blamed ~= '' and cmsgpack.unpack(request.blamed) or {}) do
-    if blame.executor_id == request.executor_id and blame.generation == request.generation then
-      request.strikes = request.strikes - 1
+  local undecided = {}
+  for _, one in ipairs(request.undecided ~= '' and cmsgpack.unpack(request.undecided) or {}) do
+    if one.executor_id == request.executor_id and one.generation == request.generation then
+      request.failures = request.failures - 1
     else
-      blamed[#blamed + 1] = blame
+      undecided[#undecided + 1] = one
     end
   end
-  blamed[#blamed + 1] = {
+  undecided[#undecided + 1] = {
     executor_id = request.executor_id, generation = request.generation, at_ms = NOW, stalled = stalled or false,
   }
-  request.strikes, request.counted = request.strikes + 1, request.attempt
-  request.blamed = #blamed > 0 and cmsgpack.pack(blamed) or ''
+  request.failures, request.counted = request.failures + 1, request.attempt
+  request.undecided = #undecided > 0 and cmsgpack.pack(undecided) or ''
 end
 
 -- Sets the blocks of the next placement. What it reserves beyond the placement before is charged to the tenant and
@@ -311,7 +311,7 @@ function states.set_lost(id, request)
 end
 
 -- Takes a placement back and leaves the rest to its owner. A dead owner is not waited for. If the executor lives and
--- only does not hold the request, that is no strike. Returns false, and does nothing, if the owner cannot be notified.
+-- only does not hold the request, that is no failure. Returns false, and does nothing, if the owner cannot be notified.
 function states.lose(id, request, executor_lives)
   if not owners.reachable(request.owner) then
     return false
@@ -401,7 +401,7 @@ end
 function states.placed(request)
   return {
     request.adopted and 'ADOPTED' or 'PLACED', request.attempt, request.executor_id, request.generation,
-    request.reserved, request.strikes > 0 and 1 or 0, request.adapter,
+    request.reserved, request.failures > 0 and 1 or 0, request.adapter,
   }
 end
 

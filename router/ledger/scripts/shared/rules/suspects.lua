@@ -2,5 +2,5 @@
 
 -- Returns whether the executor may take the request: not both are suspect.
 function suspects.allows(request, executor)
-  return request.strikes == 0 or not executor.has_suspect
+  return request.failures == 0 or not executor.has_suspect
 end

@@ -1,4 +1,4 @@
-"""Strikes against a request: executors that died or stalled while running it, not links that broke."""
+"""Failures against a request: executors that died or stalled while running it, not links that broke."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def stall(store_pool: StorePool, a: RouterSide, attempt: int, executor_id:
     return outcome
 
 
-async def test_engines_that_stall_and_go_on_are_no_strike(store_pool: StorePool) -> None:
+async def test_engines_that_stall_and_go_on_are_no_failures(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     await a.store.report(store_pool.next_report("x"))
     await a.place("r")
@@ -159,7 +159,7 @@ async def test_undecided_request_goes_on_for_a_router_that_is_asked_for_it(store
     assert await b.told() == [Placement("r", 2, "x", 2)]
 
 
-async def test_placement_that_its_executor_was_never_told_of_is_no_strike(store_pool: StorePool) -> None:
+async def test_placement_that_its_executor_was_never_told_of_is_no_failure(store_pool: StorePool) -> None:
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report())
     await a.place("r")  # and the reply is lost

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
 from inflight.bench.fleet.tiny_model import END, write_tokenizer
+from inflight.bench.gpu.coded_folders import write_fp8_blocks, write_mxfp4
 from inflight.bench.gpu.roofline import SHAPES
 from inflight.executor.checkpoint.quiet import quiet_transformers
 
@@ -39,6 +40,8 @@ EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+# gpt-oss-20b with 6 of its 24 layers.
+GPT_OSS: dict[str, Any] = {"num_hidden_layers": 6, "num_local_experts": 32}
 # What a dry run makes of every shape.
 TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -49,7 +52,8 @@ TINY: dict[str, Any] = {
     "head_dim": 16,
 }
 TINY_EXPERTS = {"num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
-NAMES = (*SHAPES, "experts")
+TINY_GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
+NAMES = (*SHAPES, "experts", "experts-fp8", "gpt-oss")
 
 
 def write_model(folder: Path, name: str, *, is_tiny: bool) -> Path:
@@ -66,26 +70,29 @@ def write_model(folder: Path, name: str, *, is_tiny: bool) -> Path:
         network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     network.save_pretrained(str(made), max_shard_size="4GB")
     (made / "generation_config.json").write_text(json.dumps({"eos_token_id": vocabulary[END]}))
+    if name == "experts-fp8":
+        write_fp8_blocks(made)
+    elif name == "gpt-oss":
+        write_mxfp4(made)
     return made
 
 
 def _config(name: str, *, is_tiny: bool) -> PretrainedConfig:
-    if name == "experts":
-        config: PretrainedConfig = Qwen3MoeConfig(**EXPERTS)
-    else:
-        sizes = asdict(SHAPES[name])
-        config = LlamaConfig(
-            hidden_size=sizes["hidden_size"],
-            intermediate_size=sizes["intermediate_size"],
-            num_hidden_layers=sizes["num_layers"],
-            num_attention_heads=sizes["num_heads"],
-            num_key_value_heads=sizes["num_kv_heads"],
-            head_dim=sizes["head_dim"],
-            tie_word_embeddings=sizes["has_tied_embeddings"],
-        )
-    if is_tiny:
-        config = type(config)(**config.to_dict() | TINY | (TINY_EXPERTS if name == "experts" else {}))
-    return config
+    if name in ("experts", "experts-fp8"):
+        return Qwen3MoeConfig(**EXPERTS | (TINY | TINY_EXPERTS if is_tiny else {}))
+    if name == "gpt-oss":
+        return GptOssConfig(**GPT_OSS | (TINY | TINY_GPT_OSS if is_tiny else {}))
+    sizes = asdict(SHAPES[name])
+    config = {
+        "hidden_size": sizes["hidden_size"],
+        "intermediate_size": sizes["intermediate_size"],
+        "num_hidden_layers": sizes["num_layers"],
+        "num_attention_heads": sizes["num_heads"],
+        "num_key_value_heads": sizes["num_kv_heads"],
+        "head_dim": sizes["head_dim"],
+        "tie_word_embeddings": sizes["has_tied_embeddings"],
+    }
+    return LlamaConfig(**config | (TINY if is_tiny else {}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

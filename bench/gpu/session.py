@@ -69,14 +69,17 @@ def stages(models: Path, out: Path, device: str) -> tuple[Stage, ...]:
     engine = ("--models", "1b", "--workloads", "mixed", "--penalties", "--out", str(out))
     return (
         Stage("models", 100, folders, (str(models), "8b", "1b"), ("--tiny",)),
+        Stage("tests", 170, "pytest", ("-q", "tests/gpu", "-n", "8", "--dist", "load", "--tb", "short"), None),
         stack("stack-8b", 220, "8b", *loads, "1,8"),
         stack("prompts-8b", 90, "8b", "--workload", "prefill", "--concurrency", "8", "--turns", "2"),
         Stage("chaos", 100, "inflight.bench.chaos", (*chaos, "--executor-args", shared), ("--seconds", "5")),
         Stage("invariance", 60, "inflight.bench.gpu.invariance", ("8b",), None),
         Stage("invariance-no-split-k", 60, "inflight.bench.gpu.invariance", ("8b",), None, NO_SPLIT_K),
         stack("fp8-8b", 120, "8b", *loads, "8", executor="--weight-dtype fp8 --kv-cache-dtype fp8"),
-        Stage("models-experts", 60, folders, (str(models), "experts"), ("--tiny",)),
+        Stage("models-experts", 120, folders, (str(models), "experts", "experts-fp8", "gpt-oss"), ("--tiny",)),
         stack("experts", 120, "experts", *loads, "8"),
+        stack("experts-fp8", 120, "experts-fp8", *loads, "8"),
+        stack("gpt-oss", 120, "gpt-oss", *loads, "8"),
         Stage("engine-1b", 150, "inflight.bench.gpu.main", engine, None),
     )
 

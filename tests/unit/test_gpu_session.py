@@ -18,7 +18,7 @@ STAGES = stages(Path("models"), Path("out"), "cuda")
 
 
 def test_stages_fit_the_session_as_far_as_they_have_priority() -> None:
-    assert sum(stage.most_s for stage in STAGES[:6]) <= session.SESSION_S
+    assert sum(stage.most_s for stage in STAGES[:7]) <= session.SESSION_S
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
@@ -30,6 +30,8 @@ def test_arguments_of_a_stage_are_those_of_its_benchmark(stage: Stage, is_dry: b
             assert set(arguments[1:]) <= {*NAMES, "--tiny"}
         case "chaos":
             assert parse_chaos(arguments).executors == 2
+        case "pytest":
+            assert Path(arguments[1]).is_dir()
         case "invariance":
             assert arguments == ["8b"]
         case "main" if arguments[0] == "bench":

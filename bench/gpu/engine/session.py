@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from importlib import metadata
 import torch
 from transformers import LlamaConfig
 
-from inflight.bench.gpu.engine import device, peers, serving, steps
+from inflight.bench.gpu.engine import device, steps
 from inflight.bench.gpu.engine.random_model import make_model
 from inflight.executor.attention.backend import KvShape, LayerKv
 from inflight.executor.attention.choice import choose_backend
@@ -77,8 +77,8 @@ def matrix_operations_per_s() -> float:
 
 
 class GpuSession:
-    """A model with random weights. KV and graphs exist only within the calls that need them. A model in FP8 (weights of
-    layers, keys and values) is not served by transformers."""
+    """A model with random weights. KV and graphs exist only within the calls that need them. In FP8 are
+    weights of layers, keys and values."""
 
     def __init__(self, sizes: Sizes, *, is_fp8: bool = False) -> None:
         config = LlamaConfig(
@@ -145,27 +145,6 @@ class GpuSession:
             flashinfer = open_flashinfer(backend_name, heads, DTYPE, [DTYPE], self._gpu, backend)
             return steps.chunk_attention_s(backend, flashinfer, kv, heads, num_tokens, context, BLOCK_SIZE)
 
-    def serve(
-        self, requests: Sequence[serving.TimedRequest], max_num_sequences: int, max_num_tokens: int
-    ) -> serving.Served:
-        """Our engine with so many seats and so many tokens a step."""
-        num_blocks = serving.blocks_of(requests, BLOCK_SIZE)
-        limits = _limits(max_num_sequences, max_num_tokens, num_standby_sequences=len(requests))
-        with self._runner(limits, num_blocks) as runner:
-            return serving.serve(runner, limits, num_blocks, BLOCK_SIZE, requests)
-
-    def serve_static(self, requests: Sequence[serving.TimedRequest], max_num_sequences: int) -> serving.Served:
-        """`generate` of transformers, batch by batch."""
-        release_memory()
-        self._model.network.set_attn_implementation("sdpa")
-        peers.serve_static(self._model.network, requests[:1], 1)
-        return peers.serve_static(self._model.network, requests, max_num_sequences)
-
-    def serve_continuous(self, requests: Sequence[serving.TimedRequest], max_num_sequences: int) -> serving.Served:
-        release_memory()
-        self._model.network.set_attn_implementation("sdpa")
-        return peers.serve_continuous(self._model.network, requests, max_num_sequences)
-
     @contextmanager
     def _runner(
         self,
@@ -200,10 +179,10 @@ def release_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _limits(max_num_sequences: int, max_num_tokens: int, num_standby_sequences: int = 0) -> SchedulerLimits:
+def _limits(max_num_sequences: int, max_num_tokens: int) -> SchedulerLimits:
     return SchedulerLimits(
         max_num_sequences=max_num_sequences,
-        num_standby_sequences=num_standby_sequences,
+        num_standby_sequences=0,
         max_num_tokens=max(max_num_tokens, max_num_sequences),
         context_length=CONTEXT_LENGTH,
         enable_chunked_context=True,

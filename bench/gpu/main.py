@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from inflight.bench.gpu.engine import device
 from inflight.bench.gpu.engine import session as gpu
-from inflight.bench.gpu.engine.device import Kernel
 from inflight.bench.gpu.figures import (
     AttentionPoint,
     ChunkAttentionPoint,
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for name in _names(arguments.models):
         print(f"==> {SHAPES[name].name}: limits of this GPU")
-        limits = gpu.copy_bytes_per_s(), gpu.matrix_operations_per_s()
+        limits = device.copy_bytes_per_s(), device.matrix_operations_per_s()
         figures = GpuFigures(gpu.circumstances(), SHAPES[name].name, *limits)
         for _ in measure(figures, SHAPES[name], arguments):
             # After each part, so that a run that is stopped keeps what it has measured.
@@ -66,8 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(figures: GpuFigures, shape: ModelShape, arguments: argparse.Namespace) -> Iterator[None]:
     """Measures everything about one model, as far as it can be had, and yields after each part."""
-    sizes = {name: value for name, value in asdict(shape).items() if name != "name"}
-    session = attempt(figures, "the model", lambda: gpu.GpuSession(gpu.Sizes(**sizes)))
+    session = attempt(figures, "the model", lambda: gpu.GpuSession(shape))
     if session is None:
         yield
         return
@@ -75,7 +73,7 @@ def measure(figures: GpuFigures, shape: ModelShape, arguments: argparse.Namespac
     yield
     del session
     if arguments.fp8:
-        fp8 = attempt(figures, "the model in FP8", lambda: gpu.GpuSession(gpu.Sizes(**sizes), is_fp8=True))
+        fp8 = attempt(figures, "the model in FP8", lambda: gpu.GpuSession(shape, is_fp8=True))
         if fp8 is not None:
             _measure_decodes(figures, fp8, figures.fp8_decodes, FP8_DECODE_COUNTS, "FP8 decode")
             _measure_prefills(figures, fp8, figures.fp8_prefills, "FP8 prefill")
@@ -123,7 +121,7 @@ def _measure_prefills(figures: GpuFigures, session: gpu.GpuSession, points: list
             points.append(PrefillPoint(num_tokens, prefill_s))
 
 
-def _measure_kernels(figures: GpuFigures, step: str, work: Callable[[], list[Kernel]]) -> None:
+def _measure_kernels(figures: GpuFigures, step: str, work: Callable[[], list[device.Kernel]]) -> None:
     kernels = attempt(figures, f"kernels of a step: {step}", work)
     for kernel in kernels or ():
         figures.kernels.append(KernelTime(step, kernel.name, kernel.num_launches, kernel.total_s))

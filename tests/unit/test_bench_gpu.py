@@ -114,10 +114,10 @@ def test_report_is_written_after_each_part(tmp_path: Path, monkeypatch: pytest.M
     session = SimpleNamespace(
         why_not=lambda: None,
         circumstances=lambda: {"gpu": "GPU X"},
-        copy_bytes_per_s=lambda: 4e12,
-        matrix_operations_per_s=lambda: 8e14,
     )
+    limits = SimpleNamespace(copy_bytes_per_s=lambda: 4e12, matrix_operations_per_s=lambda: 8e14)
     monkeypatch.setattr(bench, "gpu", session)
+    monkeypatch.setattr(bench, "device", limits)
     monkeypatch.setattr(bench, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
         bench.main(["--models", "8b", "--out", str(tmp_path)])

@@ -9,7 +9,6 @@ import gc
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 
@@ -18,6 +17,7 @@ from transformers import LlamaConfig
 
 from inflight.bench.gpu.engine import device, steps
 from inflight.bench.gpu.engine.random_model import make_model
+from inflight.bench.gpu.roofline import ModelShape
 from inflight.executor.attention.backend import KvShape, LayerKv
 from inflight.executor.attention.choice import choose_backend
 from inflight.executor.attention.flashinfer import Heads, open_flashinfer
@@ -32,20 +32,6 @@ NUM_DECODE_STEPS = 50
 MAX_GRAPH_TOKENS = 512
 DTYPE = torch.bfloat16
 PENALTIES = Processors(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The sizes of a Llama model."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocabulary_size: int
-    has_tied_embeddings: bool
 
 
 def why_not() -> str | None:
@@ -66,34 +52,24 @@ def circumstances() -> dict[str, str]:
     }
 
 
-def copy_bytes_per_s() -> float:
-    """Bytes that a copy reads and writes."""
-    return device.copy_bytes_per_s()
-
-
-def matrix_operations_per_s() -> float:
-    """Operations of bfloat16 matrix products."""
-    return device.matrix_operations_per_s()
-
-
 class GpuSession:
     """A model with random weights. KV and graphs exist only within the calls that need them. In FP8 are
     weights of layers, keys and values."""
 
-    def __init__(self, sizes: Sizes, *, is_fp8: bool = False) -> None:
+    def __init__(self, shape: ModelShape, *, is_fp8: bool = False) -> None:
         config = LlamaConfig(
-            vocab_size=sizes.vocabulary_size,
-            hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
-            num_hidden_layers=sizes.num_layers,
-            num_attention_heads=sizes.num_heads,
-            num_key_value_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
+            vocab_size=shape.vocabulary_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
             max_position_embeddings=CONTEXT_LENGTH,
-            tie_word_embeddings=sizes.has_tied_embeddings,
+            tie_word_embeddings=shape.has_tied_embeddings,
         )
         self._gpu = torch.device("cuda", 0)
-        backend = choose_backend("triton", self._gpu, DTYPE, [KvShape(sizes.num_kv_heads, sizes.head_dim)]).backend
+        backend = choose_backend("triton", self._gpu, DTYPE, [KvShape(shape.num_kv_heads, shape.head_dim)]).backend
         self._model = make_model(config, backend, DTYPE, self._gpu, is_fp8=is_fp8)
 
     def decode_s(self, num_sequences: int, context: int, *, has_penalties: bool = False) -> tuple[float, float]:

@@ -19,7 +19,6 @@ from inflight.bench.chaos.options import ChaosOptions
 from inflight.bench.chaos.schedule import Fault, faults
 from inflight.bench.chaos.setting import Setting
 from inflight.bench.fleet.fleet import Fleet, running_fleet
-from inflight.bench.fleet.fork_server import ForkServer
 from inflight.bench.fleet.health import Observer
 
 
@@ -67,8 +66,7 @@ async def running_system(run: ChaosRun) -> AsyncIterator[System]:
     options = run.options
     run.say(f"starting {options.routers} routers and {options.executors} executors with {run.setting.pool}")
     async with (
-        _fork_server(options) as fork_server,
-        running_fleet(run.setting.stack, fork_server) as fleet,
+        running_fleet(run.setting.stack, copies=options.copies) as fleet,
         AsyncClient(*fleet.addresses) as client,
         Observer(fleet, run.setting.pool) as observer,
     ):
@@ -77,17 +75,6 @@ async def running_system(run: ChaosRun) -> AsyncIterator[System]:
         if files is not None:
             adapters = ServedAdapters(files, observer, await observer.adapter_hashes())
         yield System(fleet, client, observer, adapters)
-
-
-@asynccontextmanager
-async def _fork_server(options: ChaosOptions) -> AsyncIterator[ForkServer | None]:
-    """What processes are copies of, where they are to be."""
-    if not options.copies:
-        yield None
-        return
-    options.run_dir.mkdir(parents=True, exist_ok=True)
-    async with ForkServer(options.run_dir / "fork-server.log") as fork_server:
-        yield fork_server
 
 
 async def disturb(run: ChaosRun, system: System, streams: Streams) -> None:

@@ -6,7 +6,7 @@ import argparse
 import secrets
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from inflight.bench.chaos.load import Manner
@@ -51,29 +51,16 @@ def parse_options(argv: Sequence[str]) -> ChaosOptions:
     """Reads the command line; exits 2 with the option's name where it is wrong."""
     parser = _parser()
     given = parser.parse_args(argv)
-    kinds = given.faults or tuple(kind for kind in FaultKind if given.adapters or kind not in ADAPTER_KINDS)
     if given.adapters < 0:
         parser.error("--adapters must be at least 0")
+    kinds = given.kinds or tuple(kind for kind in FaultKind if given.adapters or kind not in ADAPTER_KINDS)
     if not given.adapters and ADAPTER_KINDS.intersection(kinds):
         parser.error("--faults of adapters need --adapters")
-    return ChaosOptions(
-        seconds=given.seconds,
+    options = ChaosOptions(**vars(given) | {"kinds": kinds})
+    return replace(
+        options,
         seed=secrets.randbelow(1_000_000) if given.seed is None else given.seed,
-        model=given.model,
-        routers=given.routers,
-        executors=given.executors,
-        seats=given.seats,
         clients=given.clients or round(1.5 * given.seats * given.executors),
-        adapters=given.adapters,
-        kinds=tuple(kinds),
-        manners=tuple(given.manners),
-        overlap=given.overlap,
-        recovery_timeout_s=given.recovery_timeout,
-        run_dir=given.run_dir,
-        out=given.out,
-        measured=given.measured,
-        copies=given.copies,
-        executor_args=tuple(shlex.split(given.executor_args)),
     )
 
 
@@ -99,16 +86,27 @@ def _parser() -> argparse.ArgumentParser:
     add("--seats", type=int, default=4, metavar="N", help="of each executor; default: 4")
     add("--clients", type=int, metavar="N", help="requests under way; default: half more than there are seats")
     add("--adapters", type=int, default=0, metavar="N", help="LoRA adapters, in half as many slots; default: none")
-    add("--faults", type=_kinds, metavar="KIND,…", help=_names(FaultKind))
+    add("--faults", dest="kinds", type=_kinds, metavar="KIND,…", help=_names(FaultKind))
     add("--manners", type=_manners, default=tuple(Manner), metavar="MANNER,…", help=f"of reading: {_names(Manner)}")
     add("--overlap", type=int, default=1, metavar="N", help="faults at a time; nothing is promised for more than 1")
-    add("--recovery-timeout", type=float, default=90.0, metavar="S", help="until a fault counts as fatal; default: 90")
+    add(
+        "--recovery-timeout",
+        dest="recovery_timeout_s",
+        type=float,
+        default=90.0,
+        metavar="S",
+        help="until a fault counts as fatal; default: 90",
+    )
     add("--run-dir", type=Path, default=Path("run/chaos"), metavar="DIR", help="logs; default: run/chaos")
     add("--out", type=Path, default=Path("run/chaos"), metavar="DIR", help="the report; default: run/chaos")
     add("--measured", type=Path, metavar="FILE", help="a page to put the measured gaps into, such as docs/failures.md")
     add("--copies", action="store_true", help="start processes as copies of one that has loaded its code: back soon")
     add(
-        "--executor-args", default="", metavar="TEXT", help="more options of the executors, such as --speculation=ngram"
+        "--executor-args",
+        type=_arguments,
+        default=(),
+        metavar="TEXT",
+        help="more options of the executors, such as --speculation=ngram",
     )
     return parser
 
@@ -123,3 +121,7 @@ def _kinds(text: str) -> tuple[FaultKind, ...]:
 
 def _manners(text: str) -> tuple[Manner, ...]:
     return tuple(Manner(name) for name in text.split(","))
+
+
+def _arguments(text: str) -> tuple[str, ...]:
+    return tuple(shlex.split(text))

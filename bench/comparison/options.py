@@ -99,38 +99,28 @@ def parse_options(argv: Sequence[str]) -> BenchOptions:
     """Reads the command line; exits 2 with the option's name where it is wrong."""
     parser = _parser()
     given = parser.parse_args(argv)
-    if given.rate is not None and given.concurrency is not None:
+    if given.rate is not None and given.concurrencies:
         parser.error("argument --rate: an open and a closed loop exclude each other; leave --concurrency out")
-    if given.turns is not None and (given.concurrency is None or given.requests is not None):
+    if given.turns is not None and (not given.concurrencies or given.num_requests is not None):
         parser.error("argument --turns: wants --concurrency, and takes the place of --requests")
-    peers = tuple(dict.fromkeys(peer for peers in given.peer for peer in peers))
+    peers = tuple(dict.fromkeys(peer for peers in given.peers for peer in peers))
     if given.address is not None and (peers or given.engine_only or ENGINE_MODE in (given.modes or ())):
         parser.error("argument --address: a router elsewhere cannot be compared with an engine here")
-    concurrencies = given.concurrency or ()
+    values = vars(given)
+    rate, engine_only = values.pop("rate"), values.pop("engine_only")
+    slo = Slo(values.pop("slo_ttft_ms"), values.pop("slo_itl_ms"))
+    if given.turns is not None:
+        values["num_requests"] = given.turns * max(given.concurrencies)
     return BenchOptions(
-        workloads=given.workload,
-        modes=(ENGINE_MODE,) if given.engine_only else given.modes or STACK_MODES,
-        peers=peers,
-        rounds=given.rounds,
-        scale=given.scale,
-        num_requests=given.requests if given.turns is None else given.turns * max(concurrencies),
-        seed=given.seed,
-        arrivals=Arrivals(given.rate, None),
-        concurrencies=concurrencies,
-        turns=given.turns,
-        seats=given.seats,
-        executors=given.executors,
-        executor_args=tuple(shlex.split(given.executor_args)),
-        variants=tuple(given.variant),
-        stream_intervals=given.stream_interval,
-        calls=given.calls,
-        model=given.model,
-        address=given.address,
-        slo=Slo(given.slo_ttft_ms, given.slo_itl_ms),
-        price_per_hour=given.price_per_hour,
-        out=given.out,
-        name=given.name or "-".join(Path(name).stem for name in given.workload),
-        json_path=given.json,
+        **values
+        | {
+            "modes": (ENGINE_MODE,) if engine_only else given.modes or STACK_MODES,
+            "peers": peers,
+            "variants": tuple(given.variants),
+            "name": given.name or "-".join(Path(name).stem for name in given.workloads),
+        },
+        arrivals=Arrivals(rate, None),
+        slo=slo,
     )
 
 
@@ -150,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_traffic(add: Callable[..., argparse.Action]) -> None:
     add(
         "--workload",
+        dest="workloads",
         type=_workloads,
         default=("mixed",),
         metavar="NAME,…",
@@ -157,18 +148,27 @@ def _add_traffic(add: Callable[..., argparse.Action]) -> None:
     )
     add("--rounds", type=_positive, default=2, metavar="N", help="times that everything runs; default: 2")
     add("--scale", type=_share, default=1.0, metavar="X", help="factor on prompts and outputs, in (0, 1]; default: 1")
-    add("--requests", type=_positive, metavar="N", help="number of requests; default: the workload's")
+    add(
+        "--requests",
+        dest="num_requests",
+        type=_positive,
+        metavar="N",
+        help="number of requests; default: the workload's",
+    )
     add("--seed", type=int, default=DEFAULT_SEED, metavar="N", help="another seed, other requests of the same shape")
     add("--rate", type=_above_zero, metavar="R", help="open loop: requests arrive as a Poisson process, R per second")
     add(
         "--concurrency",
+        dest="concurrencies",
         type=_positives,
+        default=(),
         metavar="N,…",
         help="closed loop: N requests under way at any time; each N is measured in turn",
     )
     add("--turns", type=_positive, metavar="N", help="with --concurrency: N times as many requests as are under way")
     add(
         "--stream-interval",
+        dest="stream_intervals",
         type=_positives,
         default=(1,),
         metavar="N,…",
@@ -195,6 +195,7 @@ def _add_targets(add: Callable[..., argparse.Action]) -> None:
     add("--engine-only", action="store_true", help="the same as --modes engine")
     add(
         "--peer",
+        dest="peers",
         type=_peer,
         action="append",
         default=[],
@@ -203,9 +204,10 @@ def _add_targets(add: Callable[..., argparse.Action]) -> None:
     )
     add("--seats", type=_positive, default=8, metavar="N", help="sequences at once, the same everywhere; default: 8")
     add("--executors", type=_positive, default=1, metavar="N", help="executors of a local stack; default: 1")
-    add("--executor-args", default="", metavar="FLAGS", help="flags for our executors, as one word")
+    add("--executor-args", type=_flags, default=(), metavar="FLAGS", help="flags for our executors, as one word")
     add(
         "--variant",
+        dest="variants",
         type=_variant,
         action="append",
         default=[],
@@ -227,7 +229,7 @@ def _add_results(add: Callable[..., argparse.Action]) -> None:
     )
     add("--out", type=Path, default=Path("bench/reports"), metavar="FOLDER", help="default: bench/reports")
     add("--name", help="name of the report's files; default: the workloads'")
-    add("--json", type=Path, metavar="PATH", help="writes the JSON there too")
+    add("--json", dest="json_path", type=Path, metavar="PATH", help="writes the JSON there too")
 
 
 def _variants() -> str:
@@ -279,6 +281,10 @@ def _variant(text: str) -> Variant:
     if not re.fullmatch(r"[a-z0-9]+", name) or not flags.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FLAGS with a name of a-z and 0-9")
     return Variant(name, tuple(shlex.split(flags)))
+
+
+def _flags(text: str) -> tuple[str, ...]:
+    return tuple(shlex.split(text))
 
 
 def _positives(text: str) -> tuple[int, ...]:

@@ -147,9 +147,8 @@ def main(argv: Sequence[str]) -> int:
     except ModelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    values = values_of(report)
-    page = page_of(values)
-    paths = write_report(options.out, "quality", values, page)
+    page = page_of(report)
+    paths = write_report(options.out, "quality", values_of(report), page)
     print(page.markdown())
     print("report: " + ", ".join(str(path) for path in paths))
     return 0
@@ -212,7 +211,7 @@ def _results(
     results = []
     for path, chunk_tokens in PATHS.items():
         found = paged_predictions(model, prompts, chunk_tokens)
-        figures = agreement_with(reference, found)
+        figures = agreement(reference, found)
         _tell(f"{variant.name}, {path}", figures)
         results.append(Result(variant.name, path, figures))
     return results
@@ -223,7 +222,6 @@ def _tell(name: str, figures: Agreement) -> None:
 
 
 def _load(source: ModelSource, variant: Variant) -> PagedModel:
-
     return load_model(source, **variant.load_arguments)
 
 
@@ -263,13 +261,7 @@ def _long_results(
         if variant is not None:
             model = _load(source, variant)
             name, found = variant.name, paged_predictions(model, [*prompts, *needles], PATHS["chunks of 64"])
-        figures = agreement(
-            reference.top_ids[:num_positions],
-            reference.top_gaps[:num_positions],
-            reference.log_probabilities[:num_positions],
-            found.top_ids[:num_positions],
-            found.log_probabilities[:num_positions],
-        )
+        figures = agreement(reference.first(num_positions), found.first(num_positions))
         num_found = num_needles_found(needles, found.top_ids[num_positions:])
         _tell(f"{name}, {CONTEXT_TOKENS} tokens", figures)
         results.append(LongResult(name, figures, num_found, len(needles)))
@@ -288,50 +280,43 @@ def num_needles_found(needles: Sequence[Sequence[int]], top_ids: Sequence[int]) 
 
 def values_of(report: QualityReport) -> dict[str, Any]:
     """Returns the report as plain values."""
-    results = [
-        {"variant": result.variant, "path": result.path, **asdict(result.agreement)} for result in report.results
-    ]
-    long_results = [
-        {
-            "variant": result.variant,
-            **asdict(result.agreement),
-            "found": result.num_found,
-            "needles": result.num_needles,
-        }
-        for result in report.long_results
-    ]
-    return {"report": KIND, **asdict(report), "results": results, "long_results": long_results}
+    values = {"report": KIND, **asdict(report)}
+    for results in (values["results"], values["long_results"]):
+        for result in results:
+            result |= result.pop("agreement")
+    return values
 
 
-def page_of(values: Mapping[str, Any]) -> Page:
-    """Returns the page of a report that is given as values."""
-    reference = values["reference_perplexity"]
-    circumstances = {**values["circumstances"], "perplexity of the reference": f"{reference:.4f}"}
-    table = Table(COLUMNS, [_row(result, result["path"], reference) for result in values["results"]])
-    parts = [Part("Agreement", note=EXPLANATION, table=table)]
-    if long_results := values.get("long_results"):
-        long_reference = long_results[0]["perplexity"]
+def page_of(report: QualityReport) -> Page:
+    """Returns the report's page."""
+    reference = report.reference_perplexity
+    circumstances = {**report.circumstances, "perplexity of the reference": f"{reference:.4f}"}
+    rows = [_row(result.variant, result.path, result.agreement, reference) for result in report.results]
+    parts = [Part("Agreement", note=EXPLANATION, table=Table(COLUMNS, rows))]
+    if report.long_results:
+        reference = report.long_results[0].agreement.perplexity
         rows = [
-            [*_row(result, "chunks of 64", long_reference), f"{result['found']} of {result['needles']}"]
-            for result in long_results
+            [
+                *_row(result.variant, "chunks of 64", result.agreement, reference),
+                f"{result.num_found} of {result.num_needles}",
+            ]
+            for result in report.long_results
         ]
         parts.append(Part("Long contexts", note=LONG_EXPLANATION, table=Table([*COLUMNS, "needles"], rows)))
     return Page("Quality by dtype", circumstances, parts)
 
 
-def _row(result: Mapping[str, Any], path: str, reference_perplexity: float) -> list[str]:
-    different, positions = result["num_different"], result["num_positions"]
+def _row(variant: str, path: str, found: Agreement, reference_perplexity: float) -> list[str]:
     return [
-        result["variant"],
+        variant,
         path,
-        f"{result['perplexity']:.4f}",
-        f"{result['perplexity'] / reference_perplexity - 1:+.3%}",
-        # Older reports do not have it.
-        shown(result.get("change_error"), ".3%"),
-        f"{1 - different / positions:.2%}",
-        f"{different} of {positions}",
-        *(shown(result[gap], ".3f") for gap in ("gap_p50", "gap_p99", "gap_max")),
-        shown(result["share_of_smaller_gaps"], ".1%"),
+        f"{found.perplexity:.4f}",
+        f"{found.perplexity / reference_perplexity - 1:+.3%}",
+        shown(found.change_error, ".3%"),
+        f"{found.share_equal:.2%}",
+        f"{found.num_different} of {found.num_positions}",
+        *(shown(gap, ".3f") for gap in (found.gap_p50, found.gap_p99, found.gap_max)),
+        shown(found.share_of_smaller_gaps, ".1%"),
     ]
 
 
@@ -340,35 +325,16 @@ def perplexity(log_probabilities: Sequence[float]) -> float:
     return math.exp(-math.fsum(log_probabilities) / len(log_probabilities))
 
 
-def agreement_with(reference: Predictions, found: Predictions) -> Agreement:
-    """Compares all predictions of a model with those of a reference."""
-    return agreement(
-        *(reference.top_ids, reference.top_gaps, reference.log_probabilities),
-        *(found.top_ids, found.log_probabilities),
-    )
-
-
-def agreement(
-    reference_ids: Sequence[int],
-    reference_gaps: Sequence[float],
-    reference_log_probabilities: Sequence[float],
-    top_ids: Sequence[int],
-    log_probabilities: Sequence[float],
-) -> Agreement:
+def agreement(reference: Predictions, found: Predictions) -> Agreement:
     """Compares the predictions of a model with those of a reference, position by position."""
-    assert len(reference_ids) == len(reference_gaps) == len(reference_log_probabilities) > 0
-    assert len(top_ids) == len(log_probabilities) == len(reference_ids)
-    gaps = [
-        gap
-        for reference_id, gap, top_id in zip(reference_ids, reference_gaps, top_ids, strict=True)
-        if reference_id != top_id
-    ]
+    same = zip(reference.top_ids, found.top_ids, strict=True)
+    gaps = [gap for gap, (wanted, got) in zip(reference.top_gaps, same, strict=True) if wanted != got]
     largest = max(gaps, default=None)
-    smaller = None if largest is None else sum(gap <= largest for gap in reference_gaps) / len(reference_gaps)
+    smaller = None if largest is None else sum(gap <= largest for gap in reference.top_gaps) / len(reference.top_gaps)
     return Agreement(
-        num_positions=len(top_ids),
-        perplexity=perplexity(log_probabilities),
-        change_error=_change_error(reference_log_probabilities, log_probabilities),
+        num_positions=len(found.top_ids),
+        perplexity=perplexity(found.log_probabilities),
+        change_error=_change_error(reference.log_probabilities, found.log_probabilities),
         num_different=len(gaps),
         gap_p50=percentile(gaps, 0.5),
         gap_p99=percentile(gaps, 0.99),

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inflight.bench.fleet.fork_server import ForkServer
+from inflight.bench.fleet.fork_server import start_copy
 from inflight.bench.fleet.proxy import Proxy
 from inflight.bench.fleet.redis_process import NAME as REDIS
 from inflight.bench.fleet.redis_process import RedisProcess
@@ -134,12 +134,12 @@ class Fleet:
 
 
 @asynccontextmanager
-async def running_fleet(options: StackOptions, fork_server: ForkServer | None = None) -> AsyncIterator[Fleet]:
+async def running_fleet(options: StackOptions, *, copies: bool = False) -> AsyncIterator[Fleet]:
     """Runs a fleet of the size in `options`, complete when the block begins. Nothing is left of it afterwards.
 
-    With a fork server its processes are forked from that.
+    With `copies` its routers and executors are copies of a process that has loaded their code.
     """
-    fleet = _laid_out(options, _begin_by(fork_server))
+    fleet = _laid_out(options, _begin_copy if copies else ChildProcess.start)
     options.run_dir.mkdir(parents=True, exist_ok=True)
     try:
         for proxy in fleet.proxies:
@@ -226,18 +226,11 @@ def _router(
     return Member(name, "router", address, start)
 
 
-def _begin_by(fork_server: ForkServer | None) -> Begin:
-    """How a process is started: as usual, or as a copy."""
-    if fork_server is None:
-        return ChildProcess.start
-
-    async def begin(
-        name: str, role: str, address: str, command: Sequence[str], log_file: Path, environment: Mapping[str, str]
-    ) -> ChildProcess:
-        copy = await fork_server.start(command, log_file, environment)
-        return ChildProcess(name, role, address, log_file, copy)
-
-    return begin
+async def _begin_copy(
+    name: str, role: str, address: str, command: Sequence[str], log_file: Path, environment: Mapping[str, str]
+) -> ChildProcess:
+    """As `ChildProcess.start`, with a copy."""
+    return ChildProcess(name, role, address, log_file, await start_copy(command, log_file, environment))
 
 
 async def _stop(fleet: Fleet) -> None:

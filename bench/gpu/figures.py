@@ -53,23 +53,6 @@ class KernelTime:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedRun:
-    """One engine serving one workload; times in seconds from the arrival or, between tokens, from the token before.
-
-    What an engine does not tell is None.
-    """
-
-    engine: str
-    workload: str
-    total_s: float
-    output_tokens: int
-    first_token_s: tuple[float, ...] = ()
-    between_tokens_s: tuple[float, ...] = ()
-    exposed_host_s: float | None = None
-    device_busy_fraction: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Missing:
     """What could not be measured, and why, in words."""
 
@@ -93,5 +76,4 @@ class GpuFigures:
     kernels: list[KernelTime] = field(default_factory=list)
     attention: list[AttentionPoint] = field(default_factory=list)
     chunk_attention: list[ChunkAttentionPoint] = field(default_factory=list)
-    served: list[ServedRun] = field(default_factory=list)
     missing: list[Missing] = field(default_factory=list)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 
 from inflight.bench.gpu.engine import session as gpu
 from inflight.bench.gpu.roofline import SHAPES
@@ -25,8 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m inflight.bench.gpu.invariance", description=__doc__)
     parser.add_argument("model", choices=SHAPES)
-    shape = SHAPES[parser.parse_args(argv).model]
-    session = gpu.GpuSession(gpu.Sizes(**{name: value for name, value in asdict(shape).items() if name != "name"}))
+    session = gpu.GpuSession(SHAPES[parser.parse_args(argv).model])
     alone = session.first_logits(1, CONTEXT)
     for count in COUNTS:
         beside = session.first_logits(count, CONTEXT)

@@ -1,4 +1,4 @@
-"""`make bench-gpu`: the engine on one NVIDIA GPU against the GPU's own limits and against transformers, in one run.
+"""`make bench-gpu`: the steps of the engine on one NVIDIA GPU against the GPU's own limits.
 
 Nothing is downloaded and nothing is served over a network. What cannot be measured, for lack of memory or of a package,
 is named in the report with the reason, and the rest goes on. Needs no settings; `--help` lists what can be changed.
@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from inflight.bench.gpu.engine import device
 from inflight.bench.gpu.engine import session as gpu
-from inflight.bench.gpu.engine.device import Kernel
-from inflight.bench.gpu.engine.serving import Served, TimedRequest
 from inflight.bench.gpu.figures import (
     AttentionPoint,
     ChunkAttentionPoint,
@@ -25,13 +23,10 @@ from inflight.bench.gpu.figures import (
     KernelTime,
     Missing,
     PrefillPoint,
-    ServedRun,
 )
-from inflight.bench.gpu.report import OWN_ENGINE, page, values_of
+from inflight.bench.gpu.report import page, values_of
 from inflight.bench.gpu.roofline import SHAPES, ModelShape
 from inflight.bench.report.page import write_report
-from inflight.bench.workloads.generate import build_workload
-from inflight.bench.workloads.plan import Workload
 
 DECODE_COUNTS = (1, 8, 32, 64, 128, 256)
 CONTEXT = 1000
@@ -44,7 +39,6 @@ ATTENTION_COUNTS = (1, 32, 128)
 CHUNK_TOKENS = 1024
 CHUNK_CONTEXTS = (1024, 8192)
 CHUNK_BACKENDS = ("triton", "flashinfer")
-WORKLOADS = ("mixed", "short", "long", "chat")
 REPORTS = Path("bench/reports")
 
 Found = TypeVar("Found")
@@ -59,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for name in _names(arguments.models):
         print(f"==> {SHAPES[name].name}: limits of this GPU")
-        limits = gpu.copy_bytes_per_s(), gpu.matrix_operations_per_s()
+        limits = device.copy_bytes_per_s(), device.matrix_operations_per_s()
         figures = GpuFigures(gpu.circumstances(), SHAPES[name].name, *limits)
         for _ in measure(figures, SHAPES[name], arguments):
             # After each part, so that a run that is stopped keeps what it has measured.
@@ -71,20 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(figures: GpuFigures, shape: ModelShape, arguments: argparse.Namespace) -> Iterator[None]:
     """Measures everything about one model, as far as it can be had, and yields after each part."""
-    sizes = {name: value for name, value in asdict(shape).items() if name != "name"}
-    session = attempt(figures, "the model", lambda: gpu.GpuSession(gpu.Sizes(**sizes)))
+    session = attempt(figures, "the model", lambda: gpu.GpuSession(shape))
     if session is None:
         yield
         return
     _measure_steps(figures, session, has_penalties=arguments.penalties)
     yield
-    for name in _names(arguments.workloads):
-        workload = build_workload(name, vocabulary_size=shape.vocabulary_size, num_requests=arguments.requests)
-        _measure_workload(figures, session, workload, arguments)
-        yield
     del session
     if arguments.fp8:
-        fp8 = attempt(figures, "the model in FP8", lambda: gpu.GpuSession(gpu.Sizes(**sizes), is_fp8=True))
+        fp8 = attempt(figures, "the model in FP8", lambda: gpu.GpuSession(shape, is_fp8=True))
         if fp8 is not None:
             _measure_decodes(figures, fp8, figures.fp8_decodes, FP8_DECODE_COUNTS, "FP8 decode")
             _measure_prefills(figures, fp8, figures.fp8_prefills, "FP8 prefill")
@@ -132,7 +121,7 @@ def _measure_prefills(figures: GpuFigures, session: gpu.GpuSession, points: list
             points.append(PrefillPoint(num_tokens, prefill_s))
 
 
-def _measure_kernels(figures: GpuFigures, step: str, work: Callable[[], list[Kernel]]) -> None:
+def _measure_kernels(figures: GpuFigures, step: str, work: Callable[[], list[device.Kernel]]) -> None:
     kernels = attempt(figures, f"kernels of a step: {step}", work)
     for kernel in kernels or ():
         figures.kernels.append(KernelTime(step, kernel.name, kernel.num_launches, kernel.total_s))
@@ -145,36 +134,6 @@ def _measure_chunks(figures: GpuFigures, session: gpu.GpuSession) -> None:
             kernel_s = attempt(figures, what, partial(session.chunk_attention_s, CHUNK_TOKENS, context, backend))
             if kernel_s is not None:
                 figures.chunk_attention.append(ChunkAttentionPoint(backend, CHUNK_TOKENS, context, kernel_s))
-
-
-def _measure_workload(
-    figures: GpuFigures, session: gpu.GpuSession, workload: Workload, arguments: argparse.Namespace
-) -> None:
-    requests = [TimedRequest(r.prompt_ids, r.output_tokens, r.arrival_s) for r in workload.requests]
-    seats = arguments.seats
-    peers = {"static": session.serve_static, "continuous": session.serve_continuous}
-    engines: dict[str, Callable[[], Served]] = {
-        OWN_ENGINE: partial(session.serve, requests, seats, arguments.max_num_tokens),
-        **{f"transformers, {peer}": partial(peers[peer], requests, seats) for peer in _names(arguments.peers)},
-    }
-    for engine, run in engines.items():
-        served = attempt(figures, f"{workload.name}, {engine}", run)
-        if served is not None:
-            figures.served.append(_served_run(engine, workload.name, served))
-
-
-def _served_run(engine: str, workload: str, served: Served) -> ServedRun:
-    is_own = engine == OWN_ENGINE
-    return ServedRun(
-        engine=engine,
-        workload=workload,
-        total_s=served.total_s,
-        output_tokens=served.output_tokens,
-        first_token_s=tuple(served.first_token_s),
-        between_tokens_s=tuple(served.between_tokens_s),
-        exposed_host_s=served.exposed_host_s if is_own else None,
-        device_busy_fraction=served.device_busy_fraction if is_own else None,
-    )
 
 
 def attempt(figures: GpuFigures, what: str, work: Callable[[], Found]) -> Found | None:
@@ -198,17 +157,8 @@ def _names(text: str) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="make bench-gpu", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", default="8b,1b", help=f"of {', '.join(SHAPES)}; default: %(default)s")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="default: %(default)s")
-    parser.add_argument("--requests", type=int, default=None, help="requests of a workload; default: its own number")
-    parser.add_argument(
-        "--seats", type=int, default=64, help="sequences in a batch, of every engine; default: %(default)s"
-    )
-    parser.add_argument("--max-num-tokens", type=int, default=2048, help="tokens in a step; default: %(default)s")
     parser.add_argument("--penalties", action="store_true", help="measure decodes with penalties too")
     parser.add_argument("--fp8", action="store_true", help="measure steps with FP8 weights and KV too")
-    parser.add_argument(
-        "--peers", default="static,continuous", help="how transformers serves; empty for neither; default: %(default)s"
-    )
     parser.add_argument("--out", type=Path, default=REPORTS, help="folder of the reports; default: %(default)s")
     return parser
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from statistics import median, quantiles
 from typing import Any
 
 from inflight.bench.gpu.figures import (
@@ -13,18 +12,16 @@ from inflight.bench.gpu.figures import (
     GpuFigures,
     KernelTime,
     PrefillPoint,
-    ServedRun,
 )
 from inflight.bench.gpu.roofline import Limits, ModelShape
 from inflight.bench.report.page import Page, Part
-from inflight.bench.report.table import UNKNOWN, Table, shown
+from inflight.bench.report.table import Table
 
 KIND = "gpu"
-OWN_ENGINE = "inflight"
 # Names of template instances are hundreds of characters long.
 MAX_KERNEL_NAME = 80
-# What a decode step and a prompt shall reach of their limits, and *mixed* against continuous batching by transformers.
-DECODE_GOAL, PREFILL_GOAL, MIXED_GOAL = 0.85, 0.60, 3.0
+# What a decode step and a prompt shall reach of their limits.
+DECODE_GOAL, PREFILL_GOAL = 0.85, 0.60
 
 
 def values_of(figures: GpuFigures) -> dict[str, Any]:
@@ -66,7 +63,6 @@ def page(figures: GpuFigures, shape: ModelShape) -> Page:
             Part(f"Kernels of a step: {step}", table=_kernels([time for time in figures.kernels if time.step == step]))
             for step in dict.fromkeys(time.step for time in figures.kernels)
         ),
-        Part("Workloads", found=_against_peers(figures.served), table=_served(figures.served)),
         Part("Not measured", table=Table(["what", "why"], [[gap.what, gap.reason] for gap in figures.missing])),
     ]
     title = f"{figures.model} on {figures.circumstances.get('gpu', 'a GPU')}"
@@ -146,49 +142,3 @@ def _chunk_attention(points: Iterable[ChunkAttentionPoint]) -> Table:
         [point.backend, str(point.num_tokens), str(point.context), f"{point.kernel_s * 1e6:.1f}"] for point in points
     ]
     return Table(["backend", "tokens", "context", "µs"], rows)
-
-
-def _served(runs: Iterable[ServedRun]) -> Table:
-    header = [
-        "workload",
-        "engine",
-        "output tokens/s",
-        "total s",
-        "TTFT p50/p99 ms",
-        "inter-token p50/p99 ms",
-        "host ms",
-    ]
-    rows = []
-    for run in runs:
-        rows.append(
-            [
-                run.workload,
-                run.engine,
-                f"{run.output_tokens / run.total_s:,.0f}",
-                f"{run.total_s:.1f}",
-                _spread(run.first_token_s),
-                _spread(run.between_tokens_s),
-                shown(None if run.exposed_host_s is None else run.exposed_host_s * 1e3, ".2f"),
-            ]
-        )
-    return Table(header, rows)
-
-
-def _spread(times_s: Sequence[float]) -> str:
-    """Median and 99th percentile in milliseconds."""
-    if not times_s:
-        return UNKNOWN
-    last = quantiles(times_s, n=100, method="inclusive")[98] if len(times_s) > 1 else times_s[0]
-    return f"{median(times_s) * 1e3:.1f} / {last * 1e3:.1f}"
-
-
-def _against_peers(runs: Sequence[ServedRun]) -> list[str]:
-    """Our tokens/s against each peer's on the same workload."""
-    speeds = {(run.workload, run.engine): run.output_tokens / run.total_s for run in runs}
-    sentences = [
-        f"*{workload}*: {own / speed:.2f} times {engine}."
-        for (workload, engine), speed in speeds.items()
-        if engine != OWN_ENGINE and (own := speeds.get((workload, OWN_ENGINE))) is not None
-    ]
-    goal = [f"Goal: {MIXED_GOAL:.0f} times transformers' continuous batching on *mixed*."] if sentences else []
-    return sentences + goal

@@ -66,7 +66,7 @@ def stages(models: Path, out: Path, device: str) -> tuple[Stage, ...]:
     loads = ("--seats", "256", "--concurrency", "1,32,256", "--turns", "3", "--stream-interval")
     chaos = ("--model", str(models / "1b"), "--seconds", "30", "--seats", "32", "--out", str(out / "chaos"))
     shared = f"--device {device} --device-index 0 --max-tokens-in-paged-kv-cache 100000"
-    engine = ("--models", "1b", "--workloads", "mixed", "--penalties", "--out", str(out))
+    engine = ("--models", "1b", "--penalties", "--out", str(out))
     return (
         Stage("models", 100, folders, (str(models), "8b", "1b"), ("--tiny",)),
         Stage("tests", 170, "pytest", ("-q", "tests/gpu", "-n", "8", "--dist", "load", "--tb", "short"), None),
@@ -80,7 +80,7 @@ def stages(models: Path, out: Path, device: str) -> tuple[Stage, ...]:
         stack("experts", 120, "experts", *loads, "8"),
         stack("experts-fp8", 120, "experts-fp8", *loads, "8"),
         stack("gpt-oss", 120, "gpt-oss", *loads, "8"),
-        Stage("engine-1b", 150, "inflight.bench.gpu.main", engine, None),
+        Stage("engine-1b", 100, "inflight.bench.gpu.main", engine, None),
     )
 
 

@@ -7,7 +7,7 @@ are all taken, by 16 routers. Then every end frees a seat that a waiting request
 The last line says how many requests are admitted per second at saturation, what each costs Redis' core, and at half of
 that rate, or at `--rate`, how long a submit takes, and how long it takes from an end that frees a seat until the owner
 of the request that gets the seat is told. The private Redis uses its own allocator, which in wheels is libc's, or the
-one of `--preload`.
+one of `LD_PRELOAD`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,8 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; 1 if there is no Redis or it does not do what it should."""
     parser = _parser()
     options = parser.parse_args(argv)
-    if options.preload and options.redis_url:
-        parser.error("--preload is of the private Redis, which --redis-url replaces")
     _say(f"{options.executors:,} executors, {options.queued:,} queued")
     scale = PoolScale(
         options.queued, options.executors, options.seats, routers=options.routers, is_mixed=options.traffic == "mixed"
@@ -67,41 +64,19 @@ def measure_alone(scale: PoolScale, options: argparse.Namespace) -> Point:
     """Measures in a Redis of its own, or in one that is there, which is left as it was."""
     url, seconds, seed, rate = options.redis_url, options.seconds, options.seed, options.rate
     if url is None:
-        with tempfile.TemporaryDirectory() as folder:
-            with preloaded(options.preload):
-                redis = PrivateRedis.start(Path(folder) / "redis.log", binary=options.redis_server)
-            with redis:
-                _check_loaded(options.preload, redis.pid)
-                point = measure(redis.admin_url, POOL, scale, seconds, seed, _say, rate)
-        by = f", replaced by {options.preload.name}" if options.preload else ""
-        return replace(point, allocator=point.allocator + by)
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            PrivateRedis.start(Path(folder) / "redis.log", binary=options.redis_server) as redis,
+        ):
+            point = measure(redis.admin_url, POOL, scale, seconds, seed, _say, rate)
+        preloaded = os.environ.get("LD_PRELOAD")
+        return replace(point, allocator=f"{point.allocator}, with {preloaded}" if preloaded else point.allocator)
     try:
         return measure(url, POOL, scale, seconds, seed, _say, rate)
     finally:
         server = Server(url)
         server.delete_pool(PoolKeys(POOL).key("*"))
         server.close()
-
-
-@contextmanager
-def preloaded(library: Path | None) -> Iterator[None]:
-    """Has processes that are started meanwhile load a library first."""
-    former = os.environ.get("LD_PRELOAD")
-    if library is not None:
-        os.environ["LD_PRELOAD"] = str(library)
-    try:
-        yield
-    finally:
-        if library is not None:
-            del os.environ["LD_PRELOAD"]
-            if former is not None:
-                os.environ["LD_PRELOAD"] = former
-
-
-def _check_loaded(library: Path | None, pid: int) -> None:
-    """Raises if the process runs without the library: the loader only warns of one that it cannot load."""
-    if library is not None and str(library.resolve()) not in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8"):
-        raise RedisStartError(f"{library} was not loaded into the private Redis")
 
 
 def point_text(point: Point) -> str:
@@ -167,12 +142,6 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive,
         metavar="R",
         help="requests per second at which latency is measured; default: half of those that get through",
-    )
-    add(
-        "--preload",
-        type=Path,
-        metavar="LIB",
-        help="a library that the private Redis loads first, on Linux: an allocator such as libjemalloc.so.2",
     )
     add(
         "--redis-server",

@@ -5,7 +5,6 @@ Starts nothing.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,19 +26,15 @@ KV_CACHE_GIB = 2
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("compiled", "eager", "ngram", "serve"),
     "llama": ("file", "q4_0"),
-    "transformers": ("static-8", "static-32", "continuous"),
 }
 # The one that is driven through its own server.
 SERVER = ("vllm", "serve")
-# A library that we depend on ourselves.
-OUR_OWN = frozenset({"transformers"})
 # Peers that read the GGUF file itself instead of the folder that is made of it.
 READS_GGUF = frozenset({"llama"})
 # What a peer's bare name stands for.
 DEFAULT_VARIANTS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("compiled",),
     "llama": ("file", "q4_0"),
-    "transformers": ("static-8", "static-32", "continuous"),
 }
 
 
@@ -62,22 +57,21 @@ class PeerChoice:
         return self.variant in DEFAULT_VARIANTS[self.name]
 
     @property
-    def environment_folder(self) -> Path | None:
-        """Where it is installed; None for our own environment."""
-        return None if self.name in OUR_OWN else FOLDER / self.name
+    def environment_folder(self) -> Path:
+        """Where it is installed."""
+        return FOLDER / self.name
 
     @property
     def is_installed(self) -> bool:
         """Whether `make bench-peers` came to its end here."""
-        return self.environment_folder is None or (self.environment_folder / INSTALLED_MARK).exists()
+        return (self.environment_folder / INSTALLED_MARK).exists()
 
     @property
     def command(self) -> tuple[str, ...]:
         """Starts the driver with the interpreter of the peer's environment."""
-        folder = self.environment_folder
-        python = sys.executable if folder is None else str((folder / "bin" / "python").absolute())
+        python = (self.environment_folder / "bin" / "python").absolute()
         module = "vllm_serve" if (self.name, self.variant) == SERVER else self.name
-        return (python, "-P", "-m", f"inflight.bench.peers.{module}_driver")
+        return (str(python), "-P", "-m", f"inflight.bench.peers.{module}_driver")
 
 
 def parse_peer(text: str) -> tuple[PeerChoice, ...]:
@@ -116,11 +110,11 @@ def _vllm_environment(peer: PeerChoice, cores: Sequence[int]) -> dict[str, str]:
     }
 
 
-def preloads(environment_folder: Path | None, library_folders: Sequence[Path] = LIBRARY_FOLDERS) -> list[Path]:
+def preloads(environment_folder: Path, library_folders: Sequence[Path] = LIBRARY_FOLDERS) -> list[Path]:
     """Returns the allocator and the OpenMP library that vLLM wants loaded first, as far as this machine has them."""
-    own = [] if environment_folder is None else [environment_folder / "lib"]
-    allocators = [path for folder in (*library_folders, *own) if (path := folder / TCMALLOC).exists()]
-    openmp = [path for folder in own if (path := folder / "libiomp5.so").exists()]
+    own = environment_folder / "lib"
+    allocators = [path for folder in (*library_folders, own) if (path := folder / TCMALLOC).exists()]
+    openmp = [path] if (path := own / "libiomp5.so").exists() else []
     return [path.absolute() for path in (*allocators[:1], *openmp)]
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from inflight.bench.redis.private import private_redis
 from inflight.bench.simulation.device import SLOW
 from inflight.bench.simulation.invariants import RequestOutcome
 from inflight.bench.simulation.sim_executor import ExecutorShape
@@ -18,6 +17,7 @@ from inflight.bench.simulation.world import SimulationFailed, World, WorldSettin
 from inflight.bench.timeline.faults import FaultRates
 from inflight.bench.timeline.population import Population
 from inflight.executor.scheduler.scheduler import SchedulerPolicy
+from inflight.local.redis_server import PrivateRedis
 
 SHAPE = ExecutorShape(num_blocks=64, num_seats=8, max_num_tokens=256, context_length=512, cost=SLOW)
 PROGRESS_S = 5.0
@@ -37,7 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         look_s=max(1.0, duration_s / 360),
     )
     population = Population(num_tenants=options.tenants, rate_per_s=options.rate)
-    with tempfile.TemporaryDirectory() as folder, private_redis(Path(folder), options.redis_server) as redis:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        PrivateRedis.start(
+            Path(folder) / "redis.log", binary=options.redis_server, unix_socket=Path(folder) / "redis.sock"
+        ) as redis,
+    ):
         world = World(redis.admin_url, "simulation", settings, population.requests(options.seed, duration_s))
         began_s = time.perf_counter()
         progress = _Progress(duration_s, began_s)

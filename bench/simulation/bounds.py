@@ -34,8 +34,8 @@ from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S, Timeline
 
 if TYPE_CHECKING:
     from inflight.bench.simulation.client import SimClient
-    from inflight.bench.simulation.session import RouterEnd
     from inflight.bench.simulation.sim_executor import ExecutorShape, SimExecutor
+    from inflight.bench.simulation.sim_router import SimRouter
     from inflight.bench.simulation.store_link import StoreLink
     from inflight.executor.engine.engine import Engine
     from inflight.executor.scheduler.sequence import Sequence
@@ -168,7 +168,7 @@ class _Look:
 
     now_us: int
     ledger: Ledger
-    routers: Mapping[str, RouterEnd]
+    routers: Mapping[str, SimRouter]
     executors: Mapping[str, SimExecutor]
     records: Mapping[str, Record]
     streams: dict[str, tuple[str, SimClient]] = field(default_factory=dict)
@@ -200,11 +200,11 @@ class Bounds:
         self._placements_before: tuple[int, dict[tuple[str, str, int], None]] = (0, {})
         self._down_us: dict[str, int] = {}
         self._next_token_us: dict[str, int] = {}
-        self._routers: list[RouterEnd] = []
+        self._routers: list[SimRouter] = []
 
     # What happens.
 
-    def changed(self, *, router: RouterEnd | None = None, executor: SimExecutor | None = None) -> None:
+    def changed(self, *, router: SimRouter | None = None, executor: SimExecutor | None = None) -> None:
         """Records that a process starts or dies, or that a link between two begins."""
         now_us = self._timeline.now_us
         if router is not None:
@@ -212,7 +212,7 @@ class Bounds:
         if executor is not None:
             self._calm.disturb(_executor(executor.executor_id), now_us)
 
-    def broken(self, fault: Fault, router: RouterEnd, executor: SimExecutor) -> None:
+    def broken(self, fault: Fault, router: SimRouter, executor: SimExecutor) -> None:
         """Records a fault of the schedule that affects one of these, or Redis."""
         now_us = self._timeline.now_us
         until_us = now_us + fault.duration_us
@@ -227,7 +227,7 @@ class Bounds:
         elif fault.kind.value.startswith("store"):
             self._calm.disturb(STORE, now_us)
 
-    def lost(self, executor: SimExecutor, router: RouterEnd | None = None) -> None:
+    def lost(self, executor: SimExecutor, router: SimRouter | None = None) -> None:
         """Records that an executor dies, or that its link to a router breaks."""
         now_us = self._timeline.now_us
         self.changed(router=router, executor=executor)
@@ -245,7 +245,7 @@ class Bounds:
     def look(
         self,
         link: StoreLink,
-        routers: Iterable[RouterEnd],
+        routers: Iterable[SimRouter],
         executors: Iterable[SimExecutor],
         records: Mapping[str, Record],
     ) -> None:

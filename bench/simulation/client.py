@@ -76,7 +76,7 @@ def _demand(request: SimRequest, block_size: int) -> Demand:
         request_id=request.request_id,
         priority_class=request.priority_class,
         blocks=request.num_blocks(block_size),
-        deadline_ms=request.ledger_deadline_ms,
+        deadline_ms=request.first_token_deadline_ms,
         tenant=request.tenant,
         limits=request.limits,
         prompt_tokens=len(request.prompt),

@@ -53,8 +53,6 @@ class Record:
     reason: str = ""
     num_tokens: int = 0
     num_placements: int = 0
-    cached_tokens: int = 0
-    estimated_wait_ms: int | None = None
     may_be_cancelled: bool = False
 
 
@@ -63,10 +61,8 @@ class InvariantChecker:
     """Everything that clients and executors saw, and the checks of it."""
 
     records: dict[str, Record] = field(default_factory=dict)
-    gaps_us: list[int] = field(default_factory=list)
     outcomes: Counter[RequestOutcome] = field(default_factory=Counter)
     num_tokens: int = 0
-    tokens_of_second: Counter[int] = field(default_factory=Counter)
     num_accepted_attempts: int = 0
     longest_wait_us: dict[int, int] = field(default_factory=dict)
     # The executor's start that took each attempt.
@@ -97,14 +93,11 @@ class InvariantChecker:
         self.require(offset == record.num_tokens, f"{request.request_id}: token {offset}, not {record.num_tokens}")
         expected = request.token(offset)
         self.require(token_id == expected, f"{request.request_id}: token {offset} is {token_id}, not {expected}")
-        if record.last_token_us is None:
+        if record.first_token_us is None:
             record.first_token_us = now_us
-        else:
-            self.gaps_us.append(now_us - record.last_token_us)
         record.last_token_us = now_us
         record.num_tokens += 1
         self.num_tokens += 1
-        self.tokens_of_second[now_us // US_PER_S] += 1
 
     def ended(self, record: Record, outcome: RequestOutcome, now_us: int, reason: str = "") -> None:
         """Checks the end that the client sees."""
@@ -126,10 +119,6 @@ class InvariantChecker:
             wait_us = now_us - record.arrived_us
             priority_class = record.request.priority_class
             self.longest_wait_us[priority_class] = max(wait_us, self.longest_wait_us.get(priority_class, 0))
-
-    def tokens_between(self, begin_us: int, end_us: int) -> int:
-        """Tokens delivered in the whole seconds of a period."""
-        return sum(self.tokens_of_second[second] for second in range(begin_us // US_PER_S, end_us // US_PER_S))
 
     # What executors see.
 

@@ -5,19 +5,17 @@ A stream that breaks takes everything with it that is under way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from inflight.bench.timeline.timeline import Action, Process, Timeline
+from inflight.bench.timeline.timeline import Action, Timeline
 from inflight.executor.scheduler.admission import Refusal
 from inflight.executor.scheduler.sequence import FinishReason, Sequence
 from inflight.v1 import executor_pb2, types_pb2
 
 if TYPE_CHECKING:
-    from inflight.bench.simulation.client import SimClient
     from inflight.bench.simulation.sim_executor import SimExecutor
-    from inflight.bench.timeline.traffic import SimRequest
+    from inflight.bench.simulation.sim_router import SimRouter
 
 LATENCY_US = 200
 # The protocol's reasons, as the executor has them.
@@ -38,54 +36,10 @@ class Frame:
     finished: list[tuple[str, int, FinishReason]] = field(default_factory=list)
 
 
-class RouterEnd(Protocol):
-    """The router's side, and what clients do there."""
-
-    process: Process
-    router_id: str
-
-    def arrive(self, request: SimRequest) -> None:
-        """A client's request."""
-        ...
-
-    def die(self) -> None:
-        """It is gone, and its clients see it."""
-        ...
-
-    def close(self) -> None:
-        """Ends the process and what it awaits."""
-        ...
-
-    def on_linked(self, session: Session) -> None:
-        """An executor can be used."""
-        ...
-
-    @property
-    def streams(self) -> Mapping[str, SimClient]:
-        """The requests that it serves."""
-        ...
-
-    def on_unlinked(self, session: Session) -> None:
-        """The stream broke."""
-        ...
-
-    def on_frame(self, session: Session, frame: Frame) -> None:
-        """What a turn of the executor's loop brought."""
-        ...
-
-    def on_report(self, session: Session, report: executor_pb2.Report) -> None:
-        """The executor says how it stands."""
-        ...
-
-    def wants_report(self, executor_id: str) -> bool:
-        """Whether a report of the executor would be used. A message that would be dropped is not sent."""
-        ...
-
-
 class Session:
     """One stream. Each side calls methods that the other side's process runs."""
 
-    def __init__(self, router: RouterEnd, executor: SimExecutor, timeline: Timeline) -> None:
+    def __init__(self, router: SimRouter, executor: SimExecutor, timeline: Timeline) -> None:
         self.router = router
         self.executor = executor
         self.is_open = True

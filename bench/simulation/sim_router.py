@@ -28,7 +28,7 @@ from inflight.router.ledger.calls import Turns
 from inflight.router.ledger.codec import Argument, Reply
 from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.settings import LedgerSettings
-from inflight.router.ledger.types import LedgerEvent, Queued
+from inflight.router.ledger.types import LedgerEvent
 from inflight.router.lifecycle.events import DEADLINE_END
 from inflight.router.stream.request_stream import Reader
 from inflight.v1 import executor_pb2
@@ -55,7 +55,7 @@ class RouterShape:
 
 
 class SimRouter:
-    """One start of a router. Implements `RouterEnd`."""
+    """One start of a router."""
 
     def __init__(
         self, router_id: str, shape: RouterShape, link: StoreLink, timeline: Timeline, checker: InvariantChecker
@@ -95,7 +95,7 @@ class SimRouter:
         self.loop.close()
 
     def die(self) -> None:
-        """It is gone, and its clients see it."""
+        """Ends the process, and tells its clients."""
         for client in self._clients.values():
             self._end(client, RequestOutcome.ROUTER_LOST)
         self.close()
@@ -141,9 +141,7 @@ class SimRouter:
         stream, record, reader = client.stream, client.record, Reader()
         stream.attend(reader)
         try:
-            outcome = await self.dispatcher.submit(stream)
-            if isinstance(outcome, Queued):
-                record.estimated_wait_ms = outcome.estimated_wait_ms
+            await self.dispatcher.submit(stream)
             try:
                 await self._read(client, reader)
             finally:
@@ -154,7 +152,7 @@ class SimRouter:
 
     async def _read(self, client: SimClient, reader: Reader) -> None:
         """Reads the output, as `inflight.router.stream.relay` does: the first token has a deadline."""
-        stream, deadline_ms = client.stream, client.request.ledger_deadline_ms
+        stream, deadline_ms = client.stream, client.request.first_token_deadline_ms
         due_s = None if deadline_ms is None else stream.clock.arrived + deadline_ms * US_PER_MS / US_PER_S
         while True:
             try:
@@ -191,10 +189,6 @@ class SimRouter:
 
     def on_frame(self, session: Session, frame: Frame) -> None:
         """What a turn of the executor's loop brought."""
-        for request_id, attempt, cached_tokens in frame.started:
-            client = self._clients.get(request_id)
-            if client is not None and client.is_current(attempt) and not client.has_ended:
-                client.record.cached_tokens += cached_tokens
         self.loop.run(self.links[session].take_frame, frame)
 
     def on_report(self, session: Session, report: executor_pb2.Report) -> None:

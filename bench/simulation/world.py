@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from inflight.bench.redis.wire import WireError
 from inflight.bench.simulation.bounds import Bounds
 from inflight.bench.simulation.invariants import InvariantChecker
-from inflight.bench.simulation.push import PushPolicy, PushRouter
-from inflight.bench.simulation.session import RouterEnd, Session
+from inflight.bench.simulation.session import Session
 from inflight.bench.simulation.sim_executor import ExecutorShape, SimExecutor
 from inflight.bench.simulation.sim_router import RouterShape, SimRouter
 from inflight.bench.simulation.store_link import StoreLink
@@ -46,9 +45,9 @@ class SimulationFailed(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class WorldSettings:
-    """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get; `push`: one
-    router places on arrival instead of by the ledger; `has_room`: the load is so low that an interrupted stream always
-    finds a free seat, so the time until its next token is checked, too."""
+    """The deployment. `look_s`: how often the whole is checked; `drain_s`: how long the last requests get;
+    `has_room`: the load is so low that an interrupted stream always finds a free seat, so the time until its next token
+    is checked, too."""
 
     seed: int = 0
     num_routers: int = 2
@@ -59,7 +58,6 @@ class WorldSettings:
     duration_s: float = 60.0
     drain_s: float = 300.0
     look_s: float = 1.0
-    push: PushPolicy | None = None
     has_room: bool = False
 
 
@@ -80,7 +78,7 @@ class World:
         self.checker = InvariantChecker()
         self.link = StoreLink(url, pool, self.timeline, settings.seed)
         self.executors: list[SimExecutor] = []
-        self.routers: list[RouterEnd] = []
+        self.routers: list[SimRouter] = []
         self.num_faults: Counter[FaultKind] = Counter()
         self._random = random.Random(f"{settings.seed}/world")
         self._requests: Iterator[SimRequest] = iter(requests)
@@ -137,8 +135,7 @@ class World:
         self.checker.look(self.link.snapshot(), most_sequences, is_rebuilding=is_rebuilding)
         self.checker.all_accounted_for(self._open_ids())
         self.checker.within(self._running())
-        if self.settings.push is None:
-            self.bounds.look(self.link, self._living_routers(), self.executors, self.checker.records)
+        self.bounds.look(self.link, self._living_routers(), self.executors, self.checker.records)
 
     def check_end(self) -> None:
         """Checks that nothing is left of anything."""
@@ -164,7 +161,7 @@ class World:
     def _living_executors(self) -> list[SimExecutor]:
         return [executor for executor in self.executors if executor.process.is_alive]
 
-    def _living_routers(self) -> list[RouterEnd]:
+    def _living_routers(self) -> list[SimRouter]:
         return [router for router in self.routers if router.process.is_alive]
 
     def _open_ids(self) -> Counter[str]:
@@ -203,28 +200,22 @@ class World:
             self.timeline.after(self._random.randrange(MAX_RECONNECT_US), self._join, router, executor)
         return executor
 
-    def _start_router(self, index: int) -> RouterEnd:
+    def _start_router(self, index: int) -> SimRouter:
         self._num_starts += 1
-        router = self._make_router(f"r{index:02}.{self._num_starts}")
+        router_id = f"r{index:02}.{self._num_starts}"
+        router = SimRouter(router_id, self.settings.router, self.link, self.timeline, self.checker)
+        router.start()
         self.bounds.changed(router=router)
         for executor in self._living_executors():
             self.timeline.after(self._random.randrange(MAX_RECONNECT_US), self._join, router, executor)
         return router
 
-    def _make_router(self, router_id: str) -> RouterEnd:
-        settings = self.settings
-        if settings.push is not None:
-            return PushRouter(settings.push, settings.router, self.timeline, self.checker)
-        router = SimRouter(router_id, settings.router, self.link, self.timeline, self.checker)
-        router.start()
-        return router
-
-    def _join(self, router: RouterEnd, executor: SimExecutor) -> None:
+    def _join(self, router: SimRouter, executor: SimExecutor) -> None:
         """A stream begins when the executor answers, and then the router may use it."""
         if router.process.is_alive:
             executor.process.run(self._joined, router, executor)
 
-    def _joined(self, router: RouterEnd, executor: SimExecutor) -> None:
+    def _joined(self, router: SimRouter, executor: SimExecutor) -> None:
         if not router.process.is_alive:
             return
         self.bounds.changed(router=router, executor=executor)
@@ -278,7 +269,7 @@ class World:
             case FaultKind.STORE_CLOCK_BACK:
                 self.link.set_clock_back(fault.duration_us * CLOCK_STEP_FACTOR // US_PER_MS)
 
-    def _kill_router(self, router: RouterEnd, duration_us: int) -> None:
+    def _kill_router(self, router: SimRouter, duration_us: int) -> None:
         if not router.process.is_alive:
             return
         self.bounds.changed(router=router)

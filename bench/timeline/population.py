@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from inflight.bench.timeline.timeline import US_PER_S
-from inflight.bench.timeline.traffic import BRIEF, Lengths, SimRequest, poisson_us, prompt_of
+from inflight.bench.timeline.traffic import SimRequest, brief, poisson_us, prompt_of
 from inflight.router.ledger.types import TenantLimits
 
 CLASS_WEIGHTS = (1, 6, 3)
@@ -21,7 +21,6 @@ class Population:
 
     num_tenants: int = 4
     rate_per_s: float = 5.0
-    lengths: Lengths = BRIEF
     deadline_fraction: float = 0.1
     gone_fraction: float = 0.05
 
@@ -34,7 +33,7 @@ class Population:
         for number, arrival_us in enumerate(poisson_us(self.rate_per_s, rng)):
             if arrival_us > duration_s * US_PER_S:
                 return
-            prompt_tokens, output_tokens, max_tokens = self.lengths.draw(rng)
+            prompt_tokens, output_tokens, max_tokens = brief(rng)
             (tenant, limits), *_ = rng.choices(tenants, shares)
             request = SimRequest(
                 number,

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 # Most tokens of the request that holds an executor until a workload has arrived; it is cancelled long before.
 GATE_TOKENS = 256
@@ -10,6 +14,27 @@ GATE_TOKENS = 256
 
 class WorkloadError(ValueError):
     """A workload that is not there or not whole. The text is for the user."""
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def text_of(path: Path) -> str:
+    """Reads a file of the user."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise WorkloadError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def parsed(kind: type[Model], text: str, where: str) -> Model:
+    """Returns what a JSON text describes. Raises `WorkloadError` with the place and the first thing that is wrong."""
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise WorkloadError(f"{where}: {place}{': ' if place else ''}{first['msg']}") from None
 
 
 @dataclass(frozen=True, slots=True)

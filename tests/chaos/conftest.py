@@ -11,7 +11,6 @@ import pytest_asyncio
 from inflight import AsyncClient
 from inflight.bench.chaos.setting import TINY_STEP_MS
 from inflight.bench.fleet.fleet import running_fleet
-from inflight.bench.fleet.fork_server import ForkServer
 from inflight.bench.fleet.health import Observer
 from inflight.bench.fleet.tiny_model import NAME, write_tiny_model
 from inflight.local.options import StackOptions
@@ -41,8 +40,7 @@ async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Syst
         router_args=("--no-executor-grace-s", str(PATIENCE_S)),
     )
     async with (
-        ForkServer(folder / "fork-server.log") as fork_server,
-        running_fleet(options, fork_server) as fleet,
+        running_fleet(options, copies=True) as fleet,
         AsyncClient(*fleet.addresses) as client,
         Observer(fleet, NAME) as observer,
     ):

@@ -6,9 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from inflight.bench.gpu.engine.peers import serve_static
 from inflight.bench.gpu.engine.random_model import RandomModel, make_model
-from inflight.bench.gpu.engine.serving import TimedRequest, blocks_of, serve
 from inflight.bench.gpu.engine.steps import decode_step_s, prefill_step_s
 from inflight.executor.attention.triton import TritonAttention
 from inflight.executor.gpu.runner import GpuRunner
@@ -26,7 +24,6 @@ LIMITS = SchedulerLimits(
     batching=Batching.INFLIGHT,
     enable_prefix_cache=True,
 )
-REQUESTS = [TimedRequest([5, 9, 40], 3, 0.0), TimedRequest([7] * 10, 2, 0.01), TimedRequest([8], 3, 0.0)]
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +35,6 @@ def model() -> RandomModel:
 
 def runner_of(model: RandomModel, num_blocks: int) -> GpuRunner:
     return GpuRunner(model.decoder, model.allocate_kv(num_blocks, BLOCK_SIZE), LIMITS, BLOCK_SIZE)
-
-
-def test_engine_serves_every_request_and_times_each_token(model: RandomModel) -> None:
-    num_blocks = blocks_of(REQUESTS, BLOCK_SIZE)
-    served = serve(runner_of(model, num_blocks), LIMITS, num_blocks, BLOCK_SIZE, REQUESTS)
-    assert served.output_tokens == 8
-    assert len(served.first_token_s) == 3
-    assert len(served.between_tokens_s) == 5
-    assert 0 < max(served.first_token_s) <= served.total_s
-
-
-def test_static_batches_count_the_tokens_that_were_asked_for(model: RandomModel) -> None:
-    served = serve_static(model.network, REQUESTS, max_num_sequences=2)
-    assert served.output_tokens == 8
-    assert len(served.first_token_s) == 3
 
 
 def test_steps_are_timed(model: RandomModel) -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from inflight.bench.simulation.invariants import RequestOutcome
 from inflight.bench.simulation.sim_executor import ExecutorShape
-from inflight.bench.timeline.conversations import Conversations
 from inflight.bench.timeline.faults import FaultKind, FaultRates
+from tests.simulation.conversations import Conversations
 from tests.simulation.worlds import HYBRID, OVERCOMMITTED, SHAPE, make_world, run_world
 
 
@@ -59,7 +59,7 @@ def test_invariants_hold_with_recurrent_state(redis_url: str, pool: str, seed: i
         output_tokens=(4, 20),
         state_grid_tokens=16,
     )
-    requests = chats.requests(seed, 15.0, names_prefixes=True)
+    requests = chats.requests(seed, 15.0)
     faults = FaultRates.of("all", 8.0)
     world = run_world(make_world(redis_url, pool, seed, shape=HYBRID, faults=faults, requests=requests))
     counts = [executor.scheduler.kv_counts().states for executor in world.executors]

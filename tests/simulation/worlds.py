@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from inflight.bench.simulation.device import SLOW
-from inflight.bench.simulation.push import PushPolicy
 from inflight.bench.simulation.sim_executor import ExecutorShape
 from inflight.bench.simulation.sim_router import RouterShape
 from inflight.bench.simulation.world import World, WorldSettings
@@ -45,7 +44,6 @@ def make_world(
     num_routers: int = 3,
     num_executors: int = 3,
     requests: Iterable[SimRequest] | None = None,
-    push: PushPolicy | None = None,
     look_s: float = 0.5,
     has_room: bool = False,
 ) -> World:
@@ -59,7 +57,6 @@ def make_world(
         faults=faults,
         duration_s=duration_s,
         look_s=look_s,
-        push=push,
         has_room=has_room,
     )
     if requests is None:

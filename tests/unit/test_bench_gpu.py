@@ -18,7 +18,6 @@ from inflight.bench.gpu.figures import (
     KernelTime,
     Missing,
     PrefillPoint,
-    ServedRun,
 )
 from inflight.bench.gpu.report import page
 from inflight.bench.gpu.roofline import LLAMA_3_1B, LLAMA_3_8B, Limits, ModelShape, decode_bytes, prefill_operations
@@ -65,15 +64,11 @@ def figures() -> GpuFigures:
         kernels=[KernelTime("32 decodes", "attend_kernel", 32, 0.0016), KernelTime("32 decodes", "x" * 200, 1, 0.0004)],
         attention=[AttentionPoint(32, 1000, 32 * 1000 * 4096 / 2e12)],
         chunk_attention=[ChunkAttentionPoint("flashinfer", 1024, 8192, 0.0005)],
-        served=[
-            ServedRun("inflight", "mixed", 10.0, 6000, (0.1, 0.2), (0.01, 0.02), 0.0002, 0.97),
-            ServedRun("transformers, continuous", "mixed", 30.0, 6000),
-        ],
         missing=[Missing("decode, 256 sequences", "out of memory")],
     )
 
 
-def test_report_sets_figures_against_limits_and_peers() -> None:
+def test_report_sets_figures_against_limits() -> None:
     report = page(figures(), LLAMA_3_8B).markdown()
     assert report.startswith("# Llama-3-8B on GPU X\n")
     assert report.count("| 50% |") == 3, "decode, prefill and attention"
@@ -84,9 +79,6 @@ def test_report_sets_figures_against_limits_and_peers() -> None:
     assert "x" * 81 not in report
     assert "| flashinfer | 1024 | 8192 | 500.0 |" in report
     assert "copy 4.00 TB/s (read and written), matrix products 800 TFLOP/s" in report
-    assert "| mixed | inflight | 600 | 10.0 | 150.0 / 199.0 | 15.0 / 19.9 | 0.20 |" in report
-    assert "| mixed | transformers, continuous | 200 | 30.0 | – | – | – |" in report
-    assert "*mixed*: 3.00 times transformers, continuous." in report
     assert "| decode, 256 sequences | out of memory |" in report
 
 
@@ -122,10 +114,10 @@ def test_report_is_written_after_each_part(tmp_path: Path, monkeypatch: pytest.M
     session = SimpleNamespace(
         why_not=lambda: None,
         circumstances=lambda: {"gpu": "GPU X"},
-        copy_bytes_per_s=lambda: 4e12,
-        matrix_operations_per_s=lambda: 8e14,
     )
+    limits = SimpleNamespace(copy_bytes_per_s=lambda: 4e12, matrix_operations_per_s=lambda: 8e14)
     monkeypatch.setattr(bench, "gpu", session)
+    monkeypatch.setattr(bench, "device", limits)
     monkeypatch.setattr(bench, "measure", measure)
     with pytest.raises(KeyboardInterrupt):
         bench.main(["--models", "8b", "--out", str(tmp_path)])

@@ -187,11 +187,6 @@ def test_requests_that_follow_ends_leave_the_queue_nearly_full() -> None:
     assert next_s(4000, 10) == 0.001  # as long as between two step frames
 
 
-def test_preloaded_library_that_is_not_there_is_an_error_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ledger.main(["--preload", "no-such-library.so"]) == 1
-    assert "no-such-library.so was not loaded into the private Redis" in capsys.readouterr().err
-
-
 def test_redis_that_is_not_there_is_an_error_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert ledger.main(["--redis-url", "redis://127.0.0.1:1"]) == 1
     assert "error: Redis cannot be reached" in capsys.readouterr().err

@@ -127,6 +127,6 @@ def test_progress_off_a_terminal_is_a_line_for_each_run_and_no_bar() -> None:
 def test_wrong_workload_file_is_found_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "day.jsonl").write_text("nonsense\n")
-    with pytest.raises(CommandError, match="line 1 is not JSON"):
+    with pytest.raises(CommandError, match="line 1: Invalid JSON"):
         main(["--workload", "day.jsonl"])
     assert not (tmp_path / "run").exists()

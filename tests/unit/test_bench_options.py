@@ -42,7 +42,7 @@ def test_lists_are_split_at_commas() -> None:
             ["--modes", "inflight,turbo"],
             "argument --modes: 'turbo' is not one of inflight, static, inflight-vllm, engine",
         ),
-        (["--peer", "sglang"], "argument --peer: 'sglang' is not one of vllm, llama, transformers"),
+        (["--peer", "sglang"], "argument --peer: 'sglang' is not one of vllm, llama"),
         (["--peer", "vllm:fast"], "argument --peer: 'fast' is not one of vllm's compiled, eager"),
         (["--rate", "2", "--concurrency", "4"], "argument --rate: an open and a closed loop exclude each other"),
         (["--turns", "2"], "argument --turns: wants --concurrency"),
@@ -93,9 +93,9 @@ def test_stack_over_vllm_has_the_seats_and_the_context_of_vllm_alone(
 
 
 def test_engine_alone_and_peers_take_the_place_of_modes() -> None:
-    options = parse_options(["--engine-only", "--peer", "vllm", "--peer", "transformers:continuous", "--peer", "vllm"])
+    options = parse_options(["--engine-only", "--peer", "vllm", "--peer", "llama:q4_0", "--peer", "vllm"])
     assert (options.modes, options.stack_modes) == (("engine",), ())
-    assert [peer.mode for peer in options.peers] == ["vllm", "transformers-continuous"]
+    assert [peer.mode for peer in options.peers] == ["vllm", "llama-q4_0"]
 
 
 def test_report_of_several_workloads_is_named_after_all_of_them() -> None:

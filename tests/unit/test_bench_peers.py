@@ -20,22 +20,17 @@ def test_bare_name_stands_for_the_ways_that_are_compared() -> None:
     assert [peer.mode for peer in parse_peer("vllm")] == ["vllm"]
     assert [peer.mode for peer in parse_peer("vllm:eager")] == ["vllm-eager"]
     assert [peer.command[-1] for peer in parse_peer("vllm:serve")] == ["inflight.bench.peers.vllm_serve_driver"]
-    assert [peer.mode for peer in parse_peer("transformers")] == [
-        "transformers-static-8",
-        "transformers-static-32",
-        "transformers-continuous",
-    ]
+    assert [peer.mode for peer in parse_peer("llama")] == ["llama-file", "llama-q4_0"]
 
 
-def test_peer_runs_in_its_own_environment_and_transformers_in_ours() -> None:
-    (vllm,), (static, *_) = parse_peer("vllm"), parse_peer("transformers")
+def test_peer_runs_in_its_own_environment() -> None:
+    (vllm,) = parse_peer("vllm")
     assert vllm.command == (
         str(Path(".peers/vllm/bin/python").absolute()),
         "-P",
         "-m",
         "inflight.bench.peers.vllm_driver",
     )
-    assert static.command == (sys.executable, "-P", "-m", "inflight.bench.peers.transformers_driver")
 
 
 def test_peer_that_is_not_installed_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +52,7 @@ def test_environment_of_a_peer_has_our_sources_and_nothing_else_of_ours() -> Non
     assert made["VLLM_CPU_OMP_THREADS_BIND"] == "0,3"
     assert made["HF_HUB_OFFLINE"] == "1"
     assert not {"VIRTUAL_ENV", "INFLIGHT_MODEL"} & made.keys()
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in peer_environment(parse_peer("transformers")[0], ours, [0])
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in peer_environment(parse_peer("llama")[0], ours, [0])
 
 
 def test_libraries_are_preloaded_as_far_as_they_are_there(tmp_path: Path) -> None:
@@ -76,7 +71,7 @@ def test_libraries_are_preloaded_as_far_as_they_are_there(tmp_path: Path) -> Non
 def test_missing_allocator_is_said_of_vllm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalogue, "preloads", lambda folder: [])
     assert "tcmalloc" in shortcomings(parse_peer("vllm")[0])["allocator"]
-    assert shortcomings(parse_peer("transformers")[0]) == {}
+    assert shortcomings(parse_peer("llama")[0]) == {}
 
 
 @pytest.mark.parametrize("path", DRIVERS, ids=lambda path: path.stem)

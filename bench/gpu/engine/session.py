@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import gc
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 
 import torch
 from transformers import LlamaConfig
 
-from inflight.bench.gpu.engine import device, peers, serving, steps
+from inflight.bench.gpu.engine import device, steps
 from inflight.bench.gpu.engine.random_model import make_model
+from inflight.bench.gpu.roofline import ModelShape
 from inflight.executor.attention.backend import KvShape, LayerKv
 from inflight.executor.attention.choice import choose_backend
 from inflight.executor.attention.flashinfer import Heads, open_flashinfer
@@ -32,20 +32,6 @@ NUM_DECODE_STEPS = 50
 MAX_GRAPH_TOKENS = 512
 DTYPE = torch.bfloat16
 PENALTIES = Processors(repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1)
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The sizes of a Llama model."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocabulary_size: int
-    has_tied_embeddings: bool
 
 
 def why_not() -> str | None:
@@ -66,34 +52,24 @@ def circumstances() -> dict[str, str]:
     }
 
 
-def copy_bytes_per_s() -> float:
-    """Bytes that a copy reads and writes."""
-    return device.copy_bytes_per_s()
-
-
-def matrix_operations_per_s() -> float:
-    """Operations of bfloat16 matrix products."""
-    return device.matrix_operations_per_s()
-
-
 class GpuSession:
-    """A model with random weights. KV and graphs exist only within the calls that need them. A model in FP8 (weights of
-    layers, keys and values) is not served by transformers."""
+    """A model with random weights. KV and graphs exist only within the calls that need them. In FP8 are
+    weights of layers, keys and values."""
 
-    def __init__(self, sizes: Sizes, *, is_fp8: bool = False) -> None:
+    def __init__(self, shape: ModelShape, *, is_fp8: bool = False) -> None:
         config = LlamaConfig(
-            vocab_size=sizes.vocabulary_size,
-            hidden_size=sizes.hidden_size,
-            intermediate_size=sizes.intermediate_size,
-            num_hidden_layers=sizes.num_layers,
-            num_attention_heads=sizes.num_heads,
-            num_key_value_heads=sizes.num_kv_heads,
-            head_dim=sizes.head_dim,
+            vocab_size=shape.vocabulary_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
             max_position_embeddings=CONTEXT_LENGTH,
-            tie_word_embeddings=sizes.has_tied_embeddings,
+            tie_word_embeddings=shape.has_tied_embeddings,
         )
         self._gpu = torch.device("cuda", 0)
-        backend = choose_backend("triton", self._gpu, DTYPE, [KvShape(sizes.num_kv_heads, sizes.head_dim)]).backend
+        backend = choose_backend("triton", self._gpu, DTYPE, [KvShape(shape.num_kv_heads, shape.head_dim)]).backend
         self._model = make_model(config, backend, DTYPE, self._gpu, is_fp8=is_fp8)
 
     def decode_s(self, num_sequences: int, context: int, *, has_penalties: bool = False) -> tuple[float, float]:
@@ -145,27 +121,6 @@ class GpuSession:
             flashinfer = open_flashinfer(backend_name, heads, DTYPE, [DTYPE], self._gpu, backend)
             return steps.chunk_attention_s(backend, flashinfer, kv, heads, num_tokens, context, BLOCK_SIZE)
 
-    def serve(
-        self, requests: Sequence[serving.TimedRequest], max_num_sequences: int, max_num_tokens: int
-    ) -> serving.Served:
-        """Our engine with so many seats and so many tokens a step."""
-        num_blocks = serving.blocks_of(requests, BLOCK_SIZE)
-        limits = _limits(max_num_sequences, max_num_tokens, num_standby_sequences=len(requests))
-        with self._runner(limits, num_blocks) as runner:
-            return serving.serve(runner, limits, num_blocks, BLOCK_SIZE, requests)
-
-    def serve_static(self, requests: Sequence[serving.TimedRequest], max_num_sequences: int) -> serving.Served:
-        """`generate` of transformers, batch by batch."""
-        release_memory()
-        self._model.network.set_attn_implementation("sdpa")
-        peers.serve_static(self._model.network, requests[:1], 1)
-        return peers.serve_static(self._model.network, requests, max_num_sequences)
-
-    def serve_continuous(self, requests: Sequence[serving.TimedRequest], max_num_sequences: int) -> serving.Served:
-        release_memory()
-        self._model.network.set_attn_implementation("sdpa")
-        return peers.serve_continuous(self._model.network, requests, max_num_sequences)
-
     @contextmanager
     def _runner(
         self,
@@ -200,10 +155,10 @@ def release_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _limits(max_num_sequences: int, max_num_tokens: int, num_standby_sequences: int = 0) -> SchedulerLimits:
+def _limits(max_num_sequences: int, max_num_tokens: int) -> SchedulerLimits:
     return SchedulerLimits(
         max_num_sequences=max_num_sequences,
-        num_standby_sequences=num_standby_sequences,
+        num_standby_sequences=0,
         max_num_tokens=max(max_num_tokens, max_num_sequences),
         context_length=CONTEXT_LENGTH,
         enable_chunked_context=True,

@@ -225,6 +225,18 @@ class TestPreempted:
         assert second.token_ids[2:] == output
         assert second not in scheduler.held()
 
+    def test_may_be_cancelled_or_stopped_while_it_is_away(self) -> None:
+        scheduler, _, second = crowded(num_host_blocks=8, overcommit=Overcommit(cost=PreemptionCost(swap_token=0.01)))
+        run_until_preempted(scheduler)
+        assert scheduler.num_used_host_blocks > 0
+
+        event = scheduler.cancel("b", 1, FinishReason.DEADLINE)
+
+        assert event is not None
+        assert (event.sequence, event.reason) == (second, FinishReason.DEADLINE)
+        assert scheduler.num_used_host_blocks == 0
+        scheduler.check()
+
 
 class TestHostTier:
     cheap = Overcommit(watermark=0.0, cost=PreemptionCost(swap_token=0.01))

@@ -103,7 +103,8 @@ def logits_of(model: PagedModel, slot: int, chunks: tuple[int, ...]) -> Tensor:
 @pytest.mark.parametrize(("name", "form", "instructions"), CASES)
 def test_bits_do_not_depend_on_the_steps(name: str, form: str, instructions: str, tmp_path: Path) -> None:
     folder = save_model((CONFIGS | WITH_EXPERTS)[name], tmp_path / name, has_random_vectors=True)
-    with torch_threads(2):
+    # Which numbers are computed does not change how threads share the work.
+    with torch_threads(2 if form == "float32" else 1):
         model = load_model(
             resolve_model(str(folder)), device_name="cpu", backend_name="cpu", instructions=instructions, **FORMS[form]
         )

@@ -61,8 +61,8 @@ MODELS_AND_BUILDS = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _two_threads() -> Iterator[None]:
-    with torch_threads(2):
+def _one_thread() -> Iterator[None]:
+    with torch_threads(1):
         yield
 
 

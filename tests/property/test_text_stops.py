@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,3 +64,11 @@ def test_exactly_a_possible_beginning_is_held_back(stops: list[str], texts: list
         if step.matched is not None:
             return
         assert sent + longest_beginning(seen, stops) == seen
+
+
+@pytest.mark.parametrize("num_pushes", [1, 100_000])
+def test_many_long_stops_hold_no_more_than_a_stop(num_pushes: int) -> None:
+    matcher = StopMatcher([f"{'a' * 1000}{i}" for i in range(64)])
+    num_sent = sum(len(matcher.push("a" * (100_000 // num_pushes)).text) for _ in range(num_pushes))
+    assert num_sent == 100_000 - 1000
+    assert matcher.flush() == "a" * 1000

@@ -164,19 +164,6 @@ class TestPreempted:
         assert second.token_ids[2:] == [*output, 7]
         assert scheduler.num_recomputed_tokens == 2 + len(output) - 1
 
-    def test_boards_again_ahead_of_the_waiting_and_no_new_one_boards_meanwhile(self) -> None:
-        scheduler, _, _ = crowded(max_num_sequences=2)
-        step(scheduler)
-        assert scheduler.offer(modest("c", [5])) is None
-        run_until_preempted(scheduler)
-
-        boarded: list[str] = []
-        while "c" not in boarded:
-            plan = scheduler.schedule()
-            boarded += [sequence.request_id for sequence in plan.boarded]
-            retire(scheduler, plan)
-        assert boarded == ["b", "c"]
-
     def test_comes_back_beside_others_only_with_a_block_to_spare_for_each_of_them_and_itself(self) -> None:
         # Given three that fill twelve blocks, of which "b" gives way, and then "c" ends
         scheduler = make_scheduler(TIGHT, num_blocks=12)
@@ -317,17 +304,6 @@ class TestHostTier:
 
         assert not any(scheduler.pool.is_findable(block_hash) for block_hash in hashes)
         scheduler.check()
-
-    def test_step_that_fails_with_kv_on_its_way_ends_whose_it_is(self) -> None:
-        scheduler, _, _ = crowded(num_host_blocks=8, overcommit=self.cheap)
-        while not (plan := scheduler.schedule()).preempted:
-            retire(scheduler, plan)
-
-        outcome = scheduler.fail(plan, "lost")
-
-        assert ends_of(outcome) == [("a", FinishReason.ERROR), ("b", FinishReason.ERROR)]
-        assert scheduler.num_used_host_blocks == 0
-        scheduler.check_when_idle()
 
     def test_blocks_are_handed_out_once(self) -> None:
         blocks = HostBlocks(3)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
-from inflight.executor.scheduler.scheduler import Batching, Scheduler
-from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, StepOutcome, StepPlan
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, StepPlan
 from inflight.executor.scheduler.step_constraint import PrefillAllowance
-from tests.support.scheduler.scheduling import LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, rows_of
+from tests.support.scheduler.scheduling import LIMITS, STOP_ID, make_scheduler, make_sequence, retire, rows_of
 
 
 def two_plans(scheduler: Scheduler) -> tuple[StepPlan, StepPlan]:
@@ -28,54 +26,6 @@ class TestPlanningAhead:
         assert rows_of(second) == [("a", 3, 1, True)]
         assert (first.carries, second.carries) == ([False], [True])
         assert [row.output_index for row in (*first.rows, *second.rows)] == [0, 1]
-
-    def test_token_that_is_known_is_not_carried(self) -> None:
-        scheduler = make_scheduler()
-        scheduler.offer(make_sequence("a", [1, 2, 3]))
-        retire(scheduler, scheduler.schedule())
-
-        assert scheduler.schedule().carries == [False]
-
-    def test_chunks_of_a_prompt_follow_each_other(self) -> None:
-        scheduler = make_scheduler()
-        scheduler.offer(make_sequence("a", range(11)))
-
-        first, second = two_plans(scheduler)
-
-        assert rows_of(first) + rows_of(second) == [("a", 0, 8, False), ("a", 8, 3, True)]
-        assert second.carries == [False]
-
-    @pytest.mark.parametrize(("max_tokens", "context_length"), [(1, 64), (50, 4)])
-    def test_known_last_token_is_not_followed_by_another_step(self, max_tokens: int, context_length: int) -> None:
-        scheduler = make_scheduler(replace(LIMITS, context_length=context_length))
-        scheduler.offer(make_sequence("a", [1, 2, 3], max_tokens=max_tokens))
-
-        first, second = two_plans(scheduler)
-
-        assert second.rows == ()
-        assert ends_of(retire(scheduler, first)) == [("a", FinishReason.LENGTH)]
-        assert scheduler.is_idle
-
-    def test_seat_of_who_has_its_last_token_in_flight_is_taken_at_the_next_step(self) -> None:
-        scheduler = make_scheduler(replace(LIMITS, max_num_sequences=1))
-        scheduler.offer(make_sequence("a", [1], max_tokens=1))
-        scheduler.offer(make_sequence("b", [1], max_tokens=1))
-
-        first, second = two_plans(scheduler)
-
-        assert rows_of(first) + rows_of(second) == [("a", 0, 1, True), ("b", 0, 1, True)]
-        assert first.sequences[0].seat != second.sequences[0].seat
-        assert scheduler.num_running == 1
-
-    def test_static_batch_boards_when_everyone_has_the_last_token_in_flight(self) -> None:
-        scheduler = make_scheduler(replace(LIMITS, batching=Batching.STATIC))
-        for request_id in "abc":
-            scheduler.offer(make_sequence(request_id, [1], max_tokens=1))
-
-        assert [rows_of(plan) for plan in two_plans(scheduler)] == [
-            [("a", 0, 1, True), ("b", 0, 1, True)],
-            [("c", 0, 1, True)],
-        ]
 
     def test_prefill_budget_bounds_what_prompts_take_beside_the_decodes(self) -> None:
         scheduler = make_scheduler(replace(LIMITS, max_num_sequences=3))
@@ -121,32 +71,6 @@ class TestUnforeseenEnds:
 
         assert rows_of(scheduler.schedule()) == [("b", 4, 2, True)]
 
-    def test_someone_else_boards_beside_who_is_leaving_when_there_are_blocks(self) -> None:
-        scheduler = make_scheduler(replace(LIMITS, max_num_sequences=1))
-        scheduler.offer(make_sequence("a", [1]))
-        first, _ = two_plans(scheduler)
-        retire(scheduler, first, STOP_ID)
-        scheduler.offer(make_sequence("b", [1]))
-
-        plan = scheduler.schedule()
-
-        assert rows_of(plan) == [("b", 0, 1, True)]
-        scheduler.check()
-
-    def test_cancelled_in_two_steps_ends_with_the_second_and_brings_no_token(self) -> None:
-        scheduler = make_scheduler()
-        sequence = make_sequence("a", [1])
-        scheduler.offer(sequence)
-        first, second = two_plans(scheduler)
-        assert scheduler.cancel("a", 1, FinishReason.CANCELLED) is None
-
-        outcomes = [retire(scheduler, plan) for plan in (first, second)]
-
-        assert [len(outcome.tokens) for outcome in outcomes] == [0, 0]
-        assert [ends_of(outcome) for outcome in outcomes] == [[], [("a", FinishReason.CANCELLED)]]
-        assert sequence.token_ids == [1]
-        scheduler.check_when_idle()
-
     def test_what_a_cancelled_sequence_still_computes_is_not_published(self) -> None:
         scheduler = make_scheduler()
         scheduler.offer(make_sequence("a", range(16)))
@@ -156,19 +80,6 @@ class TestUnforeseenEnds:
             retire(scheduler, plan)
 
         assert (scheduler.pool.num_used, scheduler.pool.num_cached) == (0, 0)
-
-    def test_newer_attempt_boards_while_the_older_is_in_flight(self) -> None:
-        scheduler = make_scheduler()
-        older, newer = make_sequence("a", [1]), make_sequence("a", [1], attempt=2)
-        scheduler.offer(older)
-        first = scheduler.schedule()
-        assert scheduler.offer(newer) is None
-
-        second = scheduler.schedule()
-
-        assert second.sequences == [newer]
-        assert retire(scheduler, first).finished == (FinishEvent(older, FinishReason.CANCELLED),)
-        assert retire(scheduler, second).tokens.sequences == [newer]
 
 
 class TestFailedSteps:
@@ -188,14 +99,3 @@ class TestFailedSteps:
         assert (outcome.tokens.sequences, outcome.finished) == ([second_in], ())
         assert scheduler.pool.num_used == len(second_in.block_table)
         scheduler.check()
-
-    def test_both_steps_may_fail(self) -> None:
-        scheduler = make_scheduler()
-        scheduler.offer(make_sequence("a", [1]))
-        plans = two_plans(scheduler)
-
-        outcomes: list[StepOutcome] = [scheduler.fail(plan, "lost") for plan in plans]
-
-        assert [ends_of(outcome) for outcome in outcomes] == [[("a", FinishReason.ERROR)], []]
-        assert scheduler.is_idle
-        scheduler.check_when_idle()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from inflight.executor.scheduler.queues import MAX_PASSED_BY
-from inflight.executor.scheduler.scheduler import Batching, Refusal, Scheduler
+from inflight.executor.scheduler.scheduler import Batching, Scheduler
 from inflight.executor.scheduler.sequence import (
     FinishEvent,
     FinishReason,
@@ -32,12 +32,6 @@ from tests.support.scheduler.scheduling import (
 
 
 class TestStep:
-    def test_nothing_to_do_gives_a_plan_without_rows(self) -> None:
-        scheduler = make_scheduler()
-
-        assert scheduler.schedule().rows == ()
-        assert scheduler.schedule().rows == ()
-
     def test_prompt_is_computed_and_then_decoded_token_by_token(self) -> None:
         scheduler = make_scheduler()
         scheduler.offer(make_sequence("a", [1, 2, 3]))
@@ -72,31 +66,6 @@ class TestStep:
         plan = scheduler.schedule()
         assert rows_of(plan) == [("a", 3, 1, True), ("b", 13, 3, True), ("c", 0, 4, False)]
 
-    def test_no_sequence_boards_without_a_seat(self) -> None:
-        scheduler = make_scheduler()
-        for request_id in "abc":
-            scheduler.offer(make_sequence(request_id, [1], max_tokens=2))
-
-        assert [s.request_id for s in scheduler.schedule().boarded] == ["a", "b"]
-
-    def test_freed_seat_is_taken_at_the_next_step(self) -> None:
-        scheduler = make_scheduler()
-        for request_id in "abc":
-            scheduler.offer(make_sequence(request_id, [1], max_tokens=1))
-        step(scheduler)
-
-        plan = scheduler.schedule()
-        assert [sequence.request_id for sequence in plan.boarded] == ["c"]
-        assert rows_of(plan) == [("c", 0, 1, True)]
-
-    def test_who_would_get_no_token_does_not_board(self) -> None:
-        scheduler = make_scheduler()
-        scheduler.offer(make_sequence("a", range(8)))
-        scheduler.offer(make_sequence("b", range(8)))
-
-        assert [sequence.request_id for sequence in scheduler.schedule().boarded] == ["a"]
-        assert scheduler.num_waiting == 1
-
     def test_planning_two_steps_ahead_is_a_bug(self) -> None:
         scheduler = make_scheduler()
         scheduler.offer(make_sequence("a", [1]))
@@ -117,23 +86,6 @@ class TestStep:
 
 class TestWithoutChunks:
     limits = replace(LIMITS, enable_chunked_context=False)
-
-    def test_prompt_that_does_not_fit_the_rest_of_the_step_waits_for_the_next_and_is_not_overtaken(self) -> None:
-        scheduler = make_scheduler(replace(self.limits, max_num_sequences=3))
-        for request_id, length in (("a", 5), ("b", 6), ("c", 1)):
-            scheduler.offer(make_sequence(request_id, range(length), salt=None))
-
-        plan = scheduler.schedule()
-        assert rows_of(plan) == [("a", 0, 5, True)]
-        retire(scheduler, plan)
-        assert rows_of(scheduler.schedule()) == [("a", 5, 1, True), ("b", 0, 6, True), ("c", 0, 1, True)]
-
-    def test_prompt_above_the_budget_gets_a_step_of_its_own(self) -> None:
-        scheduler = make_scheduler(self.limits)
-        scheduler.offer(make_sequence("a", range(20), salt=None))
-        scheduler.offer(make_sequence("b", [1], salt=None))
-
-        assert rows_of(scheduler.schedule()) == [("a", 0, 20, True)]
 
     def test_long_prompt_and_decodes_take_turns(self) -> None:
         scheduler = make_scheduler(replace(self.limits, max_num_sequences=4))
@@ -169,89 +121,13 @@ class TestStatic:
 
         assert boarded == [["a", "b"], [], [], ["c"]]
 
-    def test_batch_fills_its_seats_even_when_its_prompts_take_several_steps(self) -> None:
-        scheduler = make_scheduler(self.limits)
-        scheduler.offer(make_sequence("a", range(8), salt=None))
-        scheduler.offer(make_sequence("b", range(8), salt=None))
-
-        plan = scheduler.schedule()
-        assert [sequence.request_id for sequence in plan.boarded] == ["a", "b"]
-        assert rows_of(plan) == [("a", 0, 8, True)]
-        retire(scheduler, plan)
-        assert rows_of(scheduler.schedule()) == [("a", 8, 1, True), ("b", 0, 7, False)]
-
 
 class TestEnds:
-    def test_tokens_have_consecutive_offsets_and_the_last_comes_with_the_end(self) -> None:
-        scheduler = make_scheduler()
-        sequence = make_sequence("a", [1, 2], max_tokens=3)
-        scheduler.offer(sequence)
-
-        outcomes = [step(scheduler, token_id) for token_id in (5, 6, 7)]
-
-        assert [token[1:] for outcome in outcomes for token in outcome.tokens] == [(0, 5), (1, 6), (2, 7)]
-        assert [ends_of(o) for o in outcomes] == [[], [], [("a", FinishReason.LENGTH)]]
-        assert sequence.token_ids == [1, 2, 5, 6, 7]
-        scheduler.check_when_idle()
-        assert scheduler.pool.num_used == 0
-
-    def test_stop_token_is_part_of_the_output_and_ends_it(self) -> None:
-        scheduler = make_scheduler()
-        sequence = make_sequence("a", [1])
-        scheduler.offer(sequence)
-
-        outcome = step(scheduler, STOP_ID)
-
-        assert outcome.tokens.token_ids == [STOP_ID]
-        assert outcome.finished == (FinishEvent(sequence, FinishReason.STOP_TOKEN, STOP_ID),)
-
     def test_stop_token_before_min_tokens_does_not_end(self) -> None:
         scheduler = make_scheduler()
         scheduler.offer(make_sequence("a", [1], min_tokens=2))
 
         assert [ends_of(step(scheduler, STOP_ID)) for _ in range(3)] == [[], [], [("a", FinishReason.STOP_TOKEN)]]
-
-    def test_one_token_that_stops_is_not_one_of_min_tokens(self) -> None:
-        scheduler = make_scheduler()
-        scheduler.offer(make_sequence("a", [1], min_tokens=1))
-
-        assert [ends_of(step(scheduler, STOP_ID)) for _ in range(2)] == [[], [("a", FinishReason.STOP_TOKEN)]]
-
-    def test_min_tokens_as_large_as_max_tokens_ends_by_length(self) -> None:
-        scheduler = make_scheduler()
-        scheduler.offer(make_sequence("a", [1], max_tokens=2, min_tokens=2))
-
-        assert [ends_of(step(scheduler, STOP_ID)) for _ in range(2)] == [[], [("a", FinishReason.LENGTH)]]
-
-    def test_stop_token_as_the_last_allowed_token_counts_as_stop(self) -> None:
-        scheduler = make_scheduler()
-        scheduler.offer(make_sequence("a", [1], max_tokens=1))
-
-        assert ends_of(step(scheduler, STOP_ID)) == [("a", FinishReason.STOP_TOKEN)]
-
-    def test_stop_token_in_the_prompt_ends_nothing(self) -> None:
-        scheduler = make_scheduler()
-        scheduler.offer(make_sequence("a", [STOP_ID, STOP_ID]))
-
-        assert ends_of(step(scheduler)) == []
-
-    def test_full_context_ends_by_length(self) -> None:
-        scheduler = make_scheduler(replace(LIMITS, context_length=6))
-        scheduler.offer(make_sequence("a", range(4), max_tokens=50))
-
-        assert [ends_of(step(scheduler)) for _ in range(2)] == [[], [("a", FinishReason.LENGTH)]]
-
-    def test_failed_step_ends_who_was_in_it_and_publishes_nothing(self) -> None:
-        scheduler = make_scheduler(replace(LIMITS, max_num_sequences=1))
-        sequence = make_sequence("a", range(8))
-        scheduler.offer(sequence)
-        scheduler.offer(make_sequence("b", range(8)))
-
-        outcome = scheduler.fail(scheduler.schedule(), "device lost")
-
-        assert outcome == StepOutcome(NewTokens(), (FinishEvent(sequence, FinishReason.ERROR, error="device lost"),))
-        assert (scheduler.pool.num_used, scheduler.pool.num_cached) == (0, 0)
-        assert [event.sequence.request_id for event in run_until_idle(scheduler)] == ["b"]
 
 
 class TestTransactions:
@@ -265,19 +141,6 @@ class TestTransactions:
         assert [len(plan.rows), len(plan.boarded)] == [1, 2]
 
         assert ends_of(scheduler.fail(plan, "lost")) == [("a", FinishReason.ERROR), ("b", FinishReason.ERROR)]
-        scheduler.check_when_idle()
-        assert scheduler.is_idle
-
-    def test_failed_step_lets_who_boarded_without_a_row_finish_the_step_after_it(self) -> None:
-        scheduler = make_scheduler(replace(LIMITS, batching=Batching.STATIC))
-        scheduler.offer(make_sequence("a", range(8)))
-        scheduler.offer(make_sequence("b", range(20, 26)))
-        first, second = scheduler.schedule(), scheduler.schedule()
-        assert ("b", 0, 6, True) in rows_of(second)
-
-        failed = scheduler.fail(first, "lost")
-        assert [event.sequence.request_id for event in failed.finished] == ["a", "b"]
-        assert retire(scheduler, second) == StepOutcome(NewTokens(), ())
         scheduler.check_when_idle()
         assert scheduler.is_idle
 
@@ -338,15 +201,6 @@ class TestInvalidLogits:
         assert [event.sequence.request_id for event in run_until_idle(scheduler)] == ["b"]
         scheduler.check_when_idle()
 
-    def test_drops_the_row_of_it_that_is_in_flight(self) -> None:
-        scheduler = make_scheduler()
-        scheduler.offer(make_sequence("a", range(4)))
-        first, second = scheduler.schedule(), scheduler.schedule()
-
-        assert ends_of(scheduler.update(StepResult(first, (None,)))) == [("a", FinishReason.ERROR)]
-        assert scheduler.update(StepResult(second, (None,))) == StepOutcome(NewTokens(), ())
-        assert (scheduler.num_invalid_logits, scheduler.is_idle) == (1, True)
-
     def test_leaves_no_blocks_for_others_to_find(self) -> None:
         # Given a prompt whose first chunk was published before its logits were seen
         scheduler = make_scheduler()
@@ -380,15 +234,6 @@ class TestResume:
         assert plan.rows[0].output_index == 3
         assert [token[1:] for token in retire(scheduler, plan, 4).tokens] == [(3, 4)]
         assert ends_of(step(scheduler)) == [("a", FinishReason.LENGTH)]
-
-    def test_min_tokens_counts_prior_output(self) -> None:
-        scheduler = make_scheduler()
-        scheduler.offer(make_sequence("a", [1], prior_output=[7, 8], min_tokens=2))
-
-        assert ends_of(step(scheduler, STOP_ID)) == [("a", FinishReason.STOP_TOKEN)]
-
-    def test_prior_output_that_reaches_max_tokens_is_invalid(self) -> None:
-        assert make_scheduler().offer(make_sequence("a", [1], prior_output=[1] * 4, max_tokens=4)) is Refusal.INVALID
 
 
 class TestTurns:

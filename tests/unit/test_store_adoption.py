@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from inflight.common.errors import Reason
 from inflight.router.ledger.codec import parse_reply, submit_args
 from inflight.router.ledger.functions import ScriptCalls
@@ -14,15 +12,12 @@ from inflight.router.ledger.types import (
     Adopted,
     Attempt,
     Cancelled,
-    CancelOutcome,
     Demand,
     Duplicate,
     Ending,
     HandBackRefusal,
-    HeldSequence,
     LedgerEvent,
     LedgerState,
-    Lost,
     Placement,
     Queued,
     Refused,
@@ -60,21 +55,6 @@ async def test_repeat_of_what_runs_is_told_where_and_so_is_the_repeat_of_that(st
     assert await a.store.hand_back("k", 1, max_attempts=2) is HandBackRefusal.STALE
 
 
-async def test_repeat_of_what_was_lost_goes_on_behind_that_attempt(store_pool: StorePool) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await a.store.report(store_pool.next_report("x"))
-    await a.place_demand(KEYED)
-    await a.store.report(store_pool.next_report("x", generation=2))
-    assert await a.told() == [Lost("k", 1, "x", 1)]
-
-    result = await b.store.submit(KEYED)
-
-    assert result == Placement("k", 2, "x", 2)
-    assert isinstance(result, Placement)
-    assert result.suspect
-    assert await a.told() == [TakenOver("k")]
-
-
 async def test_what_differs_is_no_repeat(store_pool: StorePool) -> None:
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report())
@@ -90,20 +70,6 @@ async def test_what_differs_is_no_repeat(store_pool: StorePool) -> None:
     assert await a.told() == []
 
 
-async def test_router_that_submits_again_takes_nothing_from_one_that_lives(store_pool: StorePool) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await a.store.report(store_pool.next_report(sequences=1))
-    await a.place("running")
-    await a.queue(KEYED)
-    again = dataclasses.replace(KEYED, is_served=True)
-    assert await b.store.submit(KEYED) == Queued(0)
-
-    assert await a.store.submit(again) == Duplicate(LedgerState.WAITING)
-    assert await b.store.submit(again) == Queued(0)
-    await b.store.cancel("k")
-    assert await b.store.submit(again) == Duplicate(LedgerState.ENDED)
-
-
 async def test_repeat_after_the_end_is_told_where_it_ran(store_pool: StorePool) -> None:
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report())
@@ -116,69 +82,6 @@ async def test_repeat_after_the_end_is_told_where_it_ran(store_pool: StorePool) 
     await a.store.report(store_pool.next_report())
     assert await b.store.adopt("k") is None
     assert await b.store.submit(KEYED) == Placement("k", 1, "x", 1)
-
-
-async def test_repeat_of_what_was_cancelled_starts_anew_behind_its_attempts(store_pool: StorePool) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await a.store.report(store_pool.next_report())
-    placement = await a.place_demand(KEYED)
-    await a.store.settle([Ending("k", 1, 1, 1, cancelled=True)])
-    assert await b.store.adopt("k") == Adopted(placement, ended=True)
-
-    assert await b.store.submit(KEYED) == Placement("k", 2, "x", 1)
-    await b.store.settle([Ending("k", 2, 1, 1, by_itself=True)])
-    assert await a.store.submit(KEYED) == Adopted(Placement("k", 2, "x", 1), ended=True)
-
-
-async def test_repeat_that_is_refused_leaves_the_end_known(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(blocks=3))
-    await a.place_demand(KEYED)
-    await a.store.settle([Ending("k", 1, cancelled=True)])
-
-    await a.store.report(store_pool.next_report(blocks=0))
-    await a.store.submit(KEYED)  # fits nowhere
-    await a.store.report(store_pool.next_report(blocks=3))
-
-    assert await a.store.submit(KEYED) == Placement("k", 2, "x", 1)
-
-
-async def test_router_that_attaches_gets_what_is_placed_and_changes_nothing_else(store_pool: StorePool) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await a.store.report(store_pool.next_report(sequences=1))
-    placement = await a.place("runs")
-    await a.queue(Demand("waits", 2, blocks=1))
-
-    assert await b.store.adopt("runs") == Adopted(placement, ended=False)
-    assert await b.store.adopt("runs") == Adopted(placement, ended=False)
-    assert await a.told() == [TakenOver("runs")]
-    assert await b.store.adopt("waits") is LedgerState.WAITING
-    assert await b.store.adopt("never seen") is None
-    await a.store.cancel("waits")
-    assert await b.store.adopt("waits") is LedgerState.ENDED
-    assert await a.told() == []
-
-
-async def test_what_only_its_executor_knew_of_can_be_adopted(store_pool: StorePool) -> None:
-    b, c = store_pool.router("b"), store_pool.router("c")
-    held = (HeldSequence("r", 3, 2), HeldSequence("k", 1, 1))
-    await c.store.report(store_pool.next_report(held=held))
-
-    assert await b.store.adopt("r") == Adopted(Placement("r", 3, "x", 1), ended=False)
-    assert await b.store.submit(KEYED) == Adopted(Placement("k", 1, "x", 1), ended=False)
-
-
-async def test_request_of_a_dead_router_can_be_adopted_while_its_lease_lasts(store_pool: StorePool) -> None:
-    """It is placed in the dead router's name first: the executor is not told before the other comes."""
-    dead, b = store_pool.router("dead"), store_pool.router("b")
-    await b.store.report(store_pool.next_report(sequences=1))
-    await b.place("running")
-    await dead.queue(KEYED)
-    await store_pool.wait(4000)
-    await b.store.report(store_pool.next_report(sequences=1, held=(HeldSequence("running", 1, 1),)))
-    await b.store.settle([Attempt("running", 1)])
-
-    assert await b.store.submit(KEYED) == Adopted(Placement("k", 1, "x", 1), ended=False)
 
 
 async def test_word_of_a_take_over_from_before_the_request_came_back_is_not_told(store_pool: StorePool) -> None:
@@ -278,88 +181,6 @@ def test_old_ownership_is_forgotten() -> None:
     ownership.take("old", 1)
     ownership.take("new", KEPT_MS + 2)
     assert list(ownership._since_ms) == ["new"]
-
-
-@pytest.mark.parametrize("digest", ["", "as asked"])
-async def test_router_keeps_what_only_its_executor_remembers_of_it(store_pool: StorePool, digest: str) -> None:
-    """It hung for longer than its lease, or the ledger lost everything; its request has no key, or has one."""
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await b.store.report(store_pool.next_report(held=(HeldSequence("k", 1, 1),)))
-    served = dataclasses.replace(KEYED, digest=digest, deadline_ms=500, last_attempt=1, is_served=True)
-
-    assert await a.store.submit(served) == Adopted(Placement("k", 1, "x", 1), ended=False)
-    assert await a.store.submit(dataclasses.replace(served, deadline_ms=None)) == Adopted(
-        Placement("k", 1, "x", 1), ended=False
-    )
-    if not digest:  # the id alone proves no ownership
-        assert await b.store.submit(dataclasses.replace(served, is_served=False)) == Duplicate(LedgerState.PLACED)
-
-
-@pytest.mark.parametrize("digest", ["", "as asked"])
-async def test_router_that_submits_again_what_it_has_lost_goes_on_with_it(store_pool: StorePool, digest: str) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x"))
-    demand = dataclasses.replace(KEYED, digest=digest)
-    await a.place_demand(demand)
-    await a.store.report(store_pool.next_report("x", generation=2))
-
-    again = dataclasses.replace(demand, last_attempt=1, output_tokens=3, is_served=True)
-    assert await a.store.submit(again) == Placement("k", 2, "x", 2)
-
-
-async def test_repeat_of_what_its_own_router_has_lost_is_no_other_request(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x"))
-    await a.place_demand(KEYED)
-    await a.store.report(store_pool.next_report("x", generation=2))
-
-    assert await a.store.submit(KEYED) == Placement("k", 2, "x", 2, suspect=True)
-
-
-async def test_router_without_a_key_reads_the_end_of_what_it_serves(store_pool: StorePool) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await a.store.report(store_pool.next_report())
-    demand = dataclasses.replace(KEYED, digest="")
-    placement = await a.place_demand(demand)
-    await b.store.settle([Ending("k", 1, 1, 1, by_itself=True)])
-
-    served = dataclasses.replace(demand, last_attempt=1, is_served=True)
-    assert await a.store.submit(served) == Adopted(placement, ended=True)
-    assert await a.store.submit(demand) == Duplicate(LedgerState.ENDED)
-
-
-async def test_what_another_living_router_serves_cannot_be_cancelled_by_an_end(store_pool: StorePool) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await a.store.report(store_pool.next_report())
-    placement = await a.place_demand(KEYED)
-    await b.store.submit(KEYED)
-
-    assert await a.store.settle([Ending("k", 1, cancelled=True)]) == 0
-    assert await b.store.submit(KEYED) == Adopted(placement, ended=False)
-    assert await b.store.settle([Ending("k", 1, cancelled=True)]) == 1
-
-
-async def test_claim_on_what_only_its_executor_knows_says_nothing_of_its_digest(store_pool: StorePool) -> None:
-    """A router that attaches sees whether it is the request asked for; one with the right digest still gets it."""
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await a.store.report(store_pool.next_report(held=(HeldSequence("k", 1, 1),)))
-    other = dataclasses.replace(KEYED, digest="something else")
-
-    assert await a.store.submit(other) == Adopted(Placement("k", 1, "x", 1), ended=False)
-    assert await b.store.submit(KEYED) == Adopted(Placement("k", 1, "x", 1), ended=False)
-
-
-async def test_router_that_lets_a_request_go_leaves_it_to_another_that_has_it(store_pool: StorePool) -> None:
-    """It hung while its client went elsewhere, and learns only now that the client is gone."""
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await a.store.report(store_pool.next_report(sequences=1))
-    await a.place("running")
-    await a.queue(KEYED)
-    assert await b.store.submit(KEYED) == Queued(0)
-
-    assert await a.store.withdraw("k") == CancelOutcome(None)
-    assert await b.told() == []
-    assert (await b.store.withdraw("k")).state is LedgerState.WAITING
 
 
 async def test_router_that_has_lost_the_first_choice_gets_none_of_the_later_ones(store_pool: StorePool) -> None:

@@ -22,12 +22,6 @@ async def forgotten(pool: StorePool, *waiting: tuple[str, int], router_id: str =
     return set(await store.find_forgotten([Attempt(*one) for one in waiting]))
 
 
-async def test_request_in_line_is_not_forgotten(a: RouterSide, store_pool: StorePool) -> None:
-    await a.queue(Demand("waiting", 2, blocks=1))
-    assert await forgotten(store_pool, ("waiting", 0)) == set()
-    assert await forgotten(store_pool) == set()
-
-
 async def test_request_that_was_submitted_in_the_lost_interval_is_forgotten_and_keeps_no_one_waiting(
     a: RouterSide,
     store_pool: StorePool,
@@ -55,26 +49,6 @@ async def test_request_that_was_handed_back_in_the_lost_interval_is_forgotten(st
     # The ledger says how the request stands: placed as before, which the router hands back.
     assert await a.store.submit(Demand("r", 2, blocks=2, last_attempt=1, is_served=True)) == Placement("r", 1, "x", 1)
     assert await a.store.hand_back("r", 1, max_attempts=3, rejected=True) == Queued(0)
-
-
-async def test_loss_of_an_attempt_that_is_over_for_its_router_is_forgotten(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(generation=1))
-    await a.place("r", 2)
-    await a.store.report(store_pool.next_report(generation=2))
-    assert await forgotten(store_pool, ("r", 1)) == {"r"}
-    # One that the router has not been told of yet is not: it will be.
-    assert await forgotten(store_pool, ("r", 0)) == set()
-
-
-async def test_request_of_another_router_is_forgotten_for_this_one(store_pool: StorePool) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await a.store.report(store_pool.next_report(sequences=1))
-    await a.place("running")
-    await a.queue(Demand("r", 2, blocks=1, digest="as asked"))
-    await b.queue(Demand("r", 2, blocks=1, digest="as asked"))
-    assert await forgotten(store_pool, ("r", 0)) == {"r"}
-    assert await forgotten(store_pool, ("r", 0), router_id="b") == set()
 
 
 async def test_request_placed_in_the_lost_interval_is_found_by_the_report_of_its_executor(

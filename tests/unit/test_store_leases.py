@@ -8,20 +8,15 @@ from collections.abc import Sequence
 from inflight.router.ledger.functions import ScriptCalls
 from inflight.router.ledger.types import (
     Attempt,
-    CancelOutcome,
     Demand,
-    Duplicate,
-    ExecutorReport,
-    HandBackRefusal,
     HeldSequence,
     LeaseLapsed,
-    LedgerState,
     Lost,
     Placement,
     Queued,
     ReportOutcome,
 )
-from tests.support.ledger.store_pool import RouterSide, StorePool, steered_scripts
+from tests.support.ledger.store_pool import StorePool, steered_scripts
 
 
 async def attend(
@@ -36,46 +31,6 @@ async def attend(
             await store.report(pool.next_report(executor_id, sequences=1, held=held))
         await store.renew()
         await store.reap()
-
-
-async def test_report_seen_before_changes_nothing(store_pool: StorePool) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    first, second = store_pool.next_report(blocks=10), store_pool.next_report(blocks=20)
-    assert await a.store.report(second) == ReportOutcome(taken=True)
-
-    assert await b.store.report(second) == ReportOutcome(taken=False)
-    assert await b.store.report(first) == ReportOutcome(taken=False)
-    assert (await a.store.snapshot()).executors[0].budget_blocks == 20
-
-
-async def test_silent_executor_gets_no_new_work_until_it_reports(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report())
-    await store_pool.wait(2001)
-
-    assert await a.store.submit(Demand("r", 2, blocks=1)) == Queued(0)
-    await a.store.report(store_pool.next_report())
-    assert await a.told() == [Placement("r", 1, "x", 1)]
-
-
-async def test_draining_executor_gets_no_new_work(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(accepting=False))
-
-    assert await a.store.submit(Demand("r", 2, blocks=1)) == Queued(0)
-
-
-async def test_shrunk_budget_takes_no_reservation_back(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report())
-    await a.place("running", 8)
-
-    await a.store.report(
-        ExecutorReport("x", 1, 9, budget_blocks=6, total_blocks=10, budget_sequences=8, accepting=True)
-    )
-
-    assert await store_pool.reserved_blocks() == {"x": 8}
-    assert await a.store.submit(Demand("next", 2, blocks=1)) == Queued(0)
 
 
 async def test_restarted_executor_has_lost_its_placements(store_pool: StorePool) -> None:
@@ -94,115 +49,6 @@ async def test_restarted_executor_has_lost_its_placements(store_pool: StorePool)
     assert await a.store.settle([Attempt("of a", 1)]) == 1
 
 
-async def test_generation_may_go_back_once_the_lease_has_lapsed(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(generation=2))
-    await store_pool.wait(5001)
-
-    assert await a.store.report(store_pool.next_report(generation=1)) == ReportOutcome(taken=True)
-
-
-async def test_placement_that_its_executor_does_not_hold_is_lost_after_a_grace(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report())
-    await a.place("kept", 2)
-    await a.place("unheard of", 3)
-    held = (HeldSequence("kept", 1, 2),)
-
-    await store_pool.wait(2000)
-    await a.store.report(store_pool.next_report(held=held))
-    assert await a.told() == []
-    await store_pool.wait(1000)
-    await a.store.report(store_pool.next_report(held=held))
-
-    assert await a.told() == [Lost("unheard of", 1, "x", 1)]
-    assert await store_pool.reserved_blocks() == {"x": 2}
-    assert await a.store.submit(Demand("unheard of", 2, blocks=3)) == Duplicate(LedgerState.LOST)
-    assert await a.store.cancel("unheard of") == CancelOutcome(LedgerState.LOST, None, "a")
-
-
-async def test_emptied_ledger_is_rebuilt_from_reports(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    held = (HeldSequence("r1", 1, 2), HeldSequence("r2", 3, 4))
-
-    await a.store.report(store_pool.next_report(held=held))
-
-    assert await store_pool.reserved_blocks() == {"x": 6}
-    assert await a.store.settle([Attempt("r1", 1)]) == 1
-    assert await a.store.hand_back("r2", 3, max_attempts=9) == Queued(0)
-    await a.store.report(store_pool.next_report())
-    assert await a.told() == [Placement("r2", 4, "x", 1)]
-
-
-async def test_late_report_brings_no_ended_request_back(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report())
-    await a.place("r", 2)
-    await store_pool.wait(1000)
-    await a.store.settle([Attempt("r", 1), Attempt("never seen", 1)])
-
-    late = store_pool.next_report(held=(HeldSequence("r", 1, 2), HeldSequence("never seen", 1, 2)))
-
-    assert await a.store.report(late) == ReportOutcome(taken=True)
-    assert await store_pool.reserved_blocks() == {"x": 0}
-
-
-async def test_what_an_executor_holds_in_vain_is_returned_for_cancelling(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x", blocks=10))
-    await a.place("moved", 2)
-    await a.place("ended", 2)
-    await a.store.report(store_pool.next_report("y", blocks=50))
-    await a.store.hand_back("moved", 1, max_attempts=3)
-    await a.store.settle([Attempt("ended", 1)])
-    await store_pool.wait(2001)
-
-    held = (HeldSequence("moved", 1, 2), HeldSequence("ended", 1, 2))
-    outcome = await a.store.report(store_pool.next_report("x", held=held))
-
-    assert outcome == ReportOutcome(taken=True, superseded=(Attempt("moved", 1), Attempt("ended", 1)))
-    assert await store_pool.reserved_blocks() == {"x": 0, "y": 2}
-
-
-async def test_executor_that_holds_a_newer_attempt_than_the_ledger_knows_is_right(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x", accepting=False))
-    await a.store.submit(Demand("r", 2, blocks=4))
-
-    await a.store.report(store_pool.next_report("y", held=(HeldSequence("r", 1, 4),)))
-
-    assert await store_pool.reserved_blocks() == {"x": 0, "y": 4}
-    assert await store_pool.num_waiting() == 0
-    assert await a.store.settle([Attempt("r", 1)]) == 1
-
-
-async def test_executor_silent_for_its_lease_is_reaped(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x", blocks=50))
-    await a.place("r")
-    await attend(store_pool, 5000, ["y"])
-    assert await a.told() == []
-
-    await attend(store_pool, 1000, ["y"])
-
-    assert await a.told() == [Lost("r", 1, "x", 1)]
-    assert [one.executor_id for one in (await a.store.snapshot()).executors] == ["y"]
-    assert await a.store.hand_back("r", 1, max_attempts=3) == Placement("r", 2, "y", 1)
-
-
-async def test_line_waits_for_an_executor_to_come_when_the_last_is_gone(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x", accepting=False))
-    await a.store.submit(Demand("r", 2, blocks=8))
-    await attend(store_pool, 6000)
-    assert (await a.store.snapshot()).executors == ()
-    assert await a.told() == []
-
-    await a.store.report(store_pool.next_report("y"))
-
-    assert await a.told() == [Placement("r", 1, "y", 1)]
-
-
 async def test_silence_while_no_router_listened_costs_no_lease(store_pool: StorePool) -> None:
     a, b = store_pool.router("a"), store_pool.router("b")
     await a.store.report(store_pool.next_report(sequences=1))
@@ -216,56 +62,6 @@ async def test_silence_while_no_router_listened_costs_no_lease(store_pool: Store
     assert await a.told() == []
     assert await b.store.submit(Demand("waiting", 2, blocks=1)) == Queued(0)
     assert await store_pool.num_waiting() == 1
-
-
-async def test_dead_routers_requests_leave_the_line(store_pool: StorePool) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await a.store.report(store_pool.next_report(sequences=1))
-    await a.place("running")
-    await b.store.submit(Demand("of b", 2, blocks=1))
-    await a.store.submit(Demand("of a", 2, blocks=1))
-
-    await attend(store_pool, 6000, ["x"], held=(HeldSequence("running", 1, 1),))
-
-    assert await store_pool.num_waiting() == 1
-    await _comes_back(b)
-    assert await store_pool.num_waiting() == 2
-
-
-async def _comes_back(router: RouterSide) -> None:
-    await router.store.renew()
-    assert await router.told() == [LeaseLapsed()]
-    assert await router.store.submit(Demand("of b", 2, blocks=1)) == Queued(1)
-    await router.store.renew()
-    assert await router.told() == []
-
-
-async def test_dead_routers_placements_return_when_executors_drop_them(store_pool: StorePool) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    await a.store.report(store_pool.next_report("x"))
-    await b.place("of b", 3)
-    held = (HeldSequence("of b", 1, 3),)
-    await attend(store_pool, 6000, ["x"], held)
-    assert await store_pool.reserved_blocks() == {"x": 3}
-
-    await store_pool.wait(1000)
-    await a.store.report(store_pool.next_report("x"))
-
-    assert await store_pool.reserved_blocks() == {"x": 0}
-    assert await b.store.hand_back("of b", 1, max_attempts=3) is HandBackRefusal.UNKNOWN
-
-
-async def test_lost_request_that_its_owner_leaves_is_forgotten(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(generation=1))
-    await a.place("r")
-    await a.store.report(store_pool.next_report(generation=2))
-
-    await attend(store_pool, 30_000, ["x"])
-    assert await a.store.submit(Demand("r", 2, blocks=1)) == Duplicate(LedgerState.LOST)
-    await attend(store_pool, 1000, ["x"])
-
-    assert await a.store.cancel("r") == CancelOutcome(None)
 
 
 async def test_reap_goes_on_where_one_call_ends(store_pool: StorePool) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from inflight.common.errors import Reason
 from inflight.router.ledger.types import NO_LIMITS, Attempt, Demand, Ending, Placement, Queued, Refused, TenantLimits
-from tests.support.ledger.store_pool import SETTINGS, RouterSide, StorePool
+from tests.support.ledger.store_pool import RouterSide, StorePool
 
 TWO_PER_SECOND = TenantLimits(requests_per_s=2, request_burst=2)
 HUNDRED_TOKENS_PER_SECOND = TenantLimits(tokens_per_s=100, token_burst=100)
@@ -44,30 +44,6 @@ async def test_tenant_waits_with_no_more_than_it_may(store_pool: StorePool, limi
     assert isinstance(await a.store.submit(asked("late", limits, 10, num_bytes=100)), Queued)
 
 
-@pytest.mark.parametrize(
-    ("bound", "limit"),
-    [({"max_queue_tokens": 29}, "max_queue_tokens"), ({"max_queue_bytes": 299}, "max_queue_bytes")],
-)
-async def test_pool_bounds_what_waits_of_all_tenants(store_pool: StorePool, bound: dict[str, int], limit: str) -> None:
-    store_pool.settings = dataclasses.replace(SETTINGS, **bound)  # type: ignore[arg-type]
-    a = await full_pool(store_pool)
-    for tenant in ("t", "u"):
-        await a.queue(asked(tenant, NO_LIMITS, 10, tenant, 100))
-
-    assert await a.store.submit(asked("late", NO_LIMITS, 10, "v", 100)) == Refused(Reason.QUEUE_FULL, limit)
-
-
-async def test_bounds_refuse_no_request_that_was_admitted_before(store_pool: StorePool) -> None:
-    a = await full_pool(store_pool)
-    limits = TenantLimits(max_queue_requests=0, requests_per_s=0.001)
-
-    again = dataclasses.replace(asked("r", limits), last_attempt=1)
-    begun = dataclasses.replace(asked("begun", limits), output_tokens=1)
-
-    assert await a.store.submit(again) == Queued(0)
-    assert await a.store.submit(begun) == Queued(1)
-
-
 async def test_rate_of_requests_is_exact_over_routers(store_pool: StorePool) -> None:
     routers = [store_pool.router("a"), store_pool.router("b")]
     await routers[0].store.report(store_pool.next_report(blocks=1000, sequences=1000))
@@ -93,70 +69,6 @@ async def test_refusal_for_a_rate_says_when_to_come_back_and_then_it_is_so(store
     assert await a.store.submit(asked("r2", TWO_PER_SECOND)) == dataclasses.replace(refused, retry_after_ms=1)
     await store_pool.wait(1)
     await a.place_demand(asked("r2", TWO_PER_SECOND))
-
-
-async def test_request_of_more_tokens_than_the_burst_comes_when_the_bucket_is_full(store_pool: StorePool) -> None:
-    a, limits = store_pool.router("a"), HUNDRED_TOKENS_PER_SECOND
-    await a.store.report(store_pool.next_report())
-    await a.place_demand(asked("first", limits, tokens=1000))
-
-    refused = Refused(Reason.RATE_LIMITED, "tenant tokens_per_s", 10_000)
-    assert await a.store.submit(asked("second", limits, tokens=1000)) == refused
-    await store_pool.wait(10_000)
-    await a.store.report(store_pool.next_report())
-    await a.place_demand(asked("second", limits, tokens=1000))
-
-
-async def test_unused_tokens_return_to_the_rate(store_pool: StorePool) -> None:
-    a, limits = store_pool.router("a"), HUNDRED_TOKENS_PER_SECOND
-    await a.store.report(store_pool.next_report())
-    await a.place_demand(asked("settled", limits, tokens=100))
-    refused = await a.store.submit(asked("next", limits, tokens=40))
-    assert refused == Refused(Reason.RATE_LIMITED, "tenant tokens_per_s", 400)
-
-    await a.store.settle([Ending("settled", 1, computed_tokens=50, output_tokens=10)])
-
-    await a.place_demand(asked("next", limits, tokens=40))
-
-
-async def test_tenant_without_limits_is_refused_nothing(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report(blocks=1000, sequences=1000))
-
-    for number in range(50):
-        await a.place_demand(asked(f"r{number}", NO_LIMITS, tokens=1_000_000, num_bytes=10**9))
-
-
-async def test_limit_that_is_lifted_leaves_no_debt(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report())
-    slow = TenantLimits(requests_per_s=0.001, tokens_per_s=0.001)
-    await a.place_demand(asked("r0", slow, tokens=100))
-    assert isinstance(await a.store.submit(asked("r1", slow, tokens=100)), Refused)
-
-    await a.place_demand(asked("r1", NO_LIMITS, tokens=100))
-
-
-async def test_repeated_submit_takes_the_rate_once(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report())
-    for _ in range(3):
-        await a.place_demand(asked("r0", TWO_PER_SECOND))
-
-    await a.place_demand(asked("r1", TWO_PER_SECOND))
-
-
-async def test_tenant_that_nothing_was_heard_of_for_long_is_forgotten(store_pool: StorePool) -> None:
-    a, tenants = store_pool.router("a"), store_pool.keys.key("tenants")
-    await a.store.report(store_pool.next_report())
-    await a.place_demand(asked("r0", NO_LIMITS))
-    await a.place_demand(asked("r1", NO_LIMITS, tenant="u"))
-    await a.store.settle([Attempt("r0", 1)])
-
-    await store_pool.wait(600_001)
-    await a.store.reap()
-
-    assert await store_pool.redis.hkeys(tenants) == ["u"]
 
 
 async def test_rates_can_be_asked_before_a_submit_and_are_not_reduced_by_that(store_pool: StorePool) -> None:

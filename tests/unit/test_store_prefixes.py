@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.router.ledger.types import Demand, HeldSequence, PrefixHolder
+from inflight.router.ledger.types import Demand
 from tests.support.ledger.store_pool import RouterSide, StorePool
 
 
@@ -38,37 +38,6 @@ async def test_longest_beginning_counts(store_pool: StorePool) -> None:
     assert await place(a, "in between", ("q",), blocks=1) == "y"
 
     assert await place(a, "both", ("p", "pq")) == "y"
-
-
-async def test_holder_of_unknown_speed_that_is_much_fuller_is_passed_over_and_the_other_becomes_the_holder(
-    store_pool: StorePool,
-) -> None:
-    a = await two_executors(store_pool)
-    assert await place(a, "first turn", ("p",), blocks=6) == "x"
-
-    assert await place(a, "second turn", ("p",)) == "y"
-    assert await place(a, "third turn", ("p",)) == "y"
-
-
-async def test_holder_without_room_or_without_reports_is_passed_over(store_pool: StorePool) -> None:
-    a = await two_executors(store_pool)
-    assert await place(a, "first turn", ("p",), blocks=2) == "x"
-
-    await a.store.report(store_pool.next_report("x", blocks=21, sequences=1))
-    assert await place(a, "second turn", ("p",)) == "y"
-    await a.store.report(store_pool.next_report("x", blocks=21))
-    await store_pool.wait(2001)
-    await a.store.report(store_pool.next_report("x", blocks=21))
-    assert await place(a, "third turn", ("p",)) == "x"
-
-
-async def test_beginnings_outlast_the_requests_that_brought_them(store_pool: StorePool) -> None:
-    a = await two_executors(store_pool)
-    assert await place(a, "first turn", ("p",), blocks=4) == "x"
-    await a.store.cancel("first turn")
-    assert await place(a, "other", blocks=2) == "y"
-
-    assert await place(a, "second turn", ("p",)) == "x"
 
 
 def prompt_of(name: str, tokens: int, prefixes: tuple[str, ...], deadline_ms: int | None = None) -> Demand:
@@ -115,42 +84,6 @@ async def test_prefix_that_several_prompts_share_is_found_on_every_executor_that
     # Now both hold it, so each prompt goes where less is in front. The price of y rises faster: it has fewer seats.
     after = [await executor_of(a, prompt_of(f"later {one}", 1100, ("p", f"q{one}"))) for one in range(8)]
     assert min(after.count("x"), after.count("y")) >= 3
-
-
-async def test_prompt_does_not_wait_for_its_prefix_longer_than_is_tolerated(store_pool: StorePool) -> None:
-    a = await two_fast_executors(store_pool)
-    assert await executor_of(a, prompt_of("holder", 4096, ("p",))) == "x"
-    await store_pool.wait(1000)
-    # 3,096 ms of prompts, which is less than 4,096 shared tokens save, but 2,000 are tolerated
-    assert await executor_of(a, prompt_of("second", 8192, ("p", "pq"))) == "y"
-
-
-async def test_prompt_stays_with_its_prefix_where_all_are_busier_than_tolerated(store_pool: StorePool) -> None:
-    a = await two_fast_executors(store_pool)
-    assert await executor_of(a, prompt_of("holder", 4096, ("p",))) == "x"
-    assert await executor_of(a, prompt_of("elsewhere", 4096, ("q",))) == "y"
-    await store_pool.wait(1000)
-    # 3,096 ms of prompts in front on both
-    assert await executor_of(a, prompt_of("second", 8192, ("p", "pq"))) == "x"
-
-
-async def test_prompt_does_not_wait_for_its_prefix_beyond_its_deadline(store_pool: StorePool) -> None:
-    a = await two_fast_executors(store_pool)
-    assert await executor_of(a, prompt_of("holder", 2048, ("p",))) == "x"
-    await store_pool.wait(200)
-    # 1,848 ms of prompts, which is less than 2,048 shared tokens save
-    assert await executor_of(a, prompt_of("second", 2560, ("p", "pq"), deadline_ms=1500)) == "y"
-
-
-async def test_explanation_names_the_executor_that_has_the_prefix(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x", blocks=20, sequences=1, prefill_tokens_per_s=1000))
-    assert await executor_of(a, prompt_of("holder", 256, ("p",))) == "x"
-    await a.queue(prompt_of("waiting", 512, ("p", "pq")))
-    await store_pool.wait(56)
-    found = await a.store.explain("waiting")
-    assert found is not None
-    assert found.prefix_holder == PrefixHolder("x", prefill_ms=200, tolerated_ms=456)
 
 
 class HybridExecutors:
@@ -227,31 +160,3 @@ async def test_state_counts_as_kept_until_it_can_have_been_reported(store_pool: 
     await pool.report("x")
     await pool.report("y")
     assert await pool.place("next turn", 260, "p:96", "pq:240") == "x"
-
-
-async def test_state_that_a_shortened_report_does_not_list_counts_as_kept(store_pool: StorePool) -> None:
-    pool = HybridExecutors(store_pool)
-    await pool.begin()
-    await pool.pass_time()
-    await pool.report("x", "other", lists_all=False)
-    await pool.report("y")
-    assert await pool.place("second", 260, "p:96", "pq:240") == "x"
-
-
-async def test_explanation_names_the_executor_that_keeps_a_state(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    holder = HeldSequence("holder", 1, 15)
-
-    async def report(*names: str) -> None:
-        report = store_pool.next_report("x", blocks=20, sequences=1, held=(holder,), prefill_tokens_per_s=1000)
-        await a.store.report(replace(report, checkpoints=names))
-
-    await a.store.report(store_pool.next_report("x", blocks=20, sequences=1, prefill_tokens_per_s=1000))
-    assert await executor_of(a, prompt_of("holder", 256, ("p:96", "pq:240"))) == "x"
-    await a.queue(prompt_of("waiting", 512, ("p:96", "pq:240")))
-    await store_pool.wait(256 + 3001)
-    for names, holder_id in ((("p",), "x"), ((), None)):
-        await report(*names)
-        found = await a.store.explain("waiting")
-        assert found is not None
-        assert (found.prefix_holder and found.prefix_holder.executor_id) == holder_id

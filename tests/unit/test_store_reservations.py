@@ -9,9 +9,7 @@ from inflight.router.ledger.types import (
     Demand,
     Ending,
     ExecutorReport,
-    HeldSequence,
     Placement,
-    Queued,
     TenantLimits,
 )
 from tests.support.ledger.store_pool import RouterSide, StorePool
@@ -64,23 +62,6 @@ async def test_pool_of_one_context_runs_several_requests_at_once(store_pool: Sto
     await a.queue(asked("one too many"))
 
 
-async def test_executor_that_does_not_end_placements_reserves_the_whole_context(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("x", blocks=10))
-
-    assert (await a.place_demand(asked("r"))).blocks == 10
-
-
-async def test_roomiest_executor_may_reserve_all_and_another_a_part(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report("old", blocks=12))
-    await a.store.report(extending(store_pool, 12, "new"))
-    await a.place("on old", 4)
-    await a.place("on new", 6)
-
-    assert await a.place_demand(asked("r")) == Placement("r", 1, "new", 1)
-
-
 async def test_next_placement_reserves_more_and_is_no_failed_attempt(store_pool: StorePool) -> None:
     a = store_pool.router("a")
     await a.store.report(extending(store_pool))
@@ -97,58 +78,6 @@ async def test_next_placement_reserves_more_and_is_no_failed_attempt(store_pool:
     assert await store_pool.reserved_blocks() == {"x": 10}
     await a.store.settle([Attempt("r", 5)])
     assert await store_pool.reserved_blocks() == {"x": 0}
-
-
-async def test_extended_request_waits_at_its_former_place_and_others_run(store_pool: StorePool) -> None:
-    a = store_pool.router("a", dataclasses.replace(store_pool.settings, max_bypass=2))
-    await a.store.report(extending(store_pool))
-    for name in ("first", "second", "third"):
-        await a.place_demand(asked(name))
-    await a.queue(asked("later"))
-
-    # When the first needs five blocks and has given three back
-    assert await extend(a, "first", 1, STEP) == Queued(0)
-
-    # Then what came later runs on those, but not for ever: an end makes room for the first
-    assert await a.placed() == ["later"]
-    await a.queue(asked("last"))
-    await a.store.settle([Attempt("second", 1)])
-    assert await a.placed() == ["last"]
-    await a.queue(asked("too late"))
-    await a.store.settle([Attempt("third", 1)])
-    await a.store.settle([Attempt("later", 1)])
-    assert await a.placed() == ["first"]
-
-
-async def test_request_of_a_lost_executor_reserves_what_it_has_and_a_part(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(extending(store_pool))
-    await a.place_demand(asked("r"))
-
-    await a.store.hand_back("r", 1, 3, output_tokens=20, progressed=True, placement_blocks=asked("r").blocks_after(20))
-    await a.store.report(extending(store_pool))
-
-    assert [one.blocks for one in await a.told() if isinstance(one, Placement)] == [5]
-
-
-async def test_request_that_only_its_executor_knew_can_be_extended(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(extending(store_pool, held=(HeldSequence("r", 1, 3),)))
-    assert await store_pool.reserved_blocks() == {"x": 3}
-
-    placed = await extend(a, "r", 1, STEP)
-
-    assert isinstance(placed, Placement)
-    assert placed.blocks == 5
-
-
-async def test_pool_that_has_forgotten_the_request_reserves_by_its_output(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(extending(store_pool))
-
-    placed = await a.place_demand(asked("r", output=100, last_attempt=3, output_tokens=100, is_served=True))
-
-    assert (placed.attempt, placed.blocks) == (4, 10)
 
 
 async def test_queue_limits_and_rates_count_what_is_reserved(store_pool: StorePool) -> None:
@@ -170,18 +99,3 @@ async def test_queue_limits_and_rates_count_what_is_reserved(store_pool: StorePo
     assert getattr(await a.store.submit(asked("r3", limits=limits)), "retry_after_ms", None) == 1
     await store_pool.wait(1)
     await a.place_demand(asked("r3", limits=limits))
-
-
-async def test_tenant_is_charged_for_each_part(store_pool: StorePool) -> None:
-    """Of two tenants that were served as much, the one whose request is extended comes second."""
-    a = store_pool.router("a")
-    await a.store.report(extending(store_pool))
-    await a.place("others", 4)
-    for tenant in ("s", "t"):
-        await a.place_demand(asked(f"first of {tenant}", tenant))
-    for tenant in ("s", "t"):
-        await a.queue(asked(f"second of {tenant}", tenant))
-
-    assert isinstance(await extend(a, "first of s", 1, STEP), Queued)
-
-    assert await a.placed() == ["second of t"]

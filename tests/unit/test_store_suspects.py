@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.router.ledger.types import Adopted, Demand, Explanation, HandBackRefusal, Placement, Queued, WaitReason
+from inflight.router.ledger.types import Explanation, Placement, Queued, WaitReason
 from tests.support.ledger.store_pool import RouterSide, StorePool
 
 
@@ -53,39 +53,3 @@ async def test_suspect_goes_where_no_other_is(store_pool: StorePool) -> None:
     await a.store.report(store_pool.next_report("y", blocks=10))
 
     assert await a.told() == [Placement("r1", 2, "x", 1), Placement("r2", 2, "y", 1)]
-
-
-async def test_suspects_end_opens_its_executor_to_the_next(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report())
-    await suspects(store_pool, a, "r1", "r2")
-    await a.told()
-
-    assert await a.store.hand_back("r1", 2, max_attempts=1, stood_still=True) is HandBackRefusal.STALLED
-    await a.store.report(store_pool.next_report())
-    assert await a.placed() == ["r2"]
-
-
-async def test_loss_after_tokens_is_no_failure(store_pool: StorePool) -> None:
-    a = store_pool.router("a")
-    await a.store.report(store_pool.next_report())
-    await a.place("r")
-    for attempt in range(1, 6):
-        assert await a.store.hand_back("r", attempt, max_attempts=1, output_tokens=attempt, progressed=True) == Queued(
-            0
-        )
-        await a.store.report(store_pool.next_report())
-
-    (placement, *_) = await a.told()
-    assert isinstance(placement, Placement)
-    assert not placement.suspect
-
-
-async def test_convicted_request_is_not_started_anew_by_a_repeat(store_pool: StorePool) -> None:
-    a, b = store_pool.router("a"), store_pool.router("b")
-    poison = Demand("k", 2, blocks=1, digest="as asked")
-    await a.store.report(store_pool.next_report())
-    await a.place_demand(poison)
-
-    assert await a.store.hand_back("k", 1, max_attempts=1, stood_still=True) is HandBackRefusal.STALLED
-    assert await b.store.submit(poison) == Adopted(Placement("k", 1, "x", 1), ended=True)

@@ -33,38 +33,6 @@ def test_replacement_character_that_was_produced_passes_at_once() -> None:
     assert detokenizer.flush() == ""
 
 
-def test_incomplete_character_is_replaced_at_the_end() -> None:
-    model = text_model(text_models.smollm2)
-    ids = model.encode("hi 🦙")[:-1]
-    detokenizer = model.detokenizer()
-    text = detokenizer.push(ids)
-    assert text == "hi "
-    assert detokenizer.flush() == "\ufffd"
-    assert detokenizer.flush() == ""
-
-
-def test_special_tokens_are_left_out_unless_asked_for() -> None:
-    model = text_model(text_models.smollm2)
-    ids = model.encode("<|im_start|>user\nhi<|im_end|>")
-    assert model.detokenizer().push(ids) == "user\nhi"
-    assert model.detokenizer(skip_special_tokens=False).push(ids) == "<|im_start|>user\nhi<|im_end|>"
-    assert model.decode(ids) == "user\nhi"
-    assert model.decode(ids, skip_special_tokens=False) == "<|im_start|>user\nhi<|im_end|>"
-
-
-def test_added_token_that_is_not_special_stands_for_its_characters() -> None:
-    model = text_model(text_models.byte_level)
-    ids = model.encode("a 日本 <tool call> é")
-    assert model.vocabulary_size - 1 in ids
-    assert model.detokenizer().push(ids) == "a 日本 <tool call> é"
-
-
-def test_special_token_inside_a_character_does_not_break_it() -> None:
-    model = text_model(text_models.llama_like)
-    first, *rest = byte_tokens("中".encode())
-    assert model.detokenizer().push([first, 2, *rest]) == "中"
-
-
 def test_id_without_a_token_has_no_text() -> None:
     model = text_model(text_models.smollm2)
     (hi,) = model.encode("hi")
@@ -86,44 +54,6 @@ def test_character_of_byte_tokens_comes_with_its_last_byte() -> None:
     model = text_model(text_models.llama_like)
     detokenizer = model.detokenizer()
     assert [detokenizer.push([token_id]) for token_id in byte_tokens("é中".encode())] == ["", "é", "", "", "中"]
-
-
-def test_complete_characters_of_a_broken_byte_run_stay() -> None:
-    model = text_model(text_models.llama_like)
-    detokenizer = model.detokenizer()
-    assert detokenizer.push(byte_tokens("é".encode() + b"\xff" + b"ok" + b"\xe4\xb8")) == "é\ufffdok"
-    assert detokenizer.flush() == "\ufffd\ufffd"
-
-
-def test_only_the_first_space_of_the_text_is_stripped() -> None:
-    tokenizer = text_models.llama_like()
-    model = text_model(text_models.llama_like)
-    space_hello = tokenizer.get_vocab()["▁hello"]
-    detokenizer = model.detokenizer()
-    assert [detokenizer.push([token_id]) for token_id in (1, space_hello, space_hello)] == ["", "hello", " hello"]
-
-
-def test_leading_space_stays_where_the_tokenizer_keeps_it() -> None:
-    tokenizer = text_models.gemma_like()
-    space_hello = tokenizer.get_vocab()["▁hello"]
-    assert text_model(text_models.gemma_like).detokenizer().push([space_hello]) == " hello"
-
-
-def test_output_continues_behind_earlier_output() -> None:
-    tokenizer = text_models.llama_like()
-    model = text_model(text_models.llama_like)
-    space_hello = tokenizer.get_vocab()["▁hello"]
-    prior, following = [space_hello, *byte_tokens("é".encode()[:1])], [*byte_tokens("é".encode()[1:]), space_hello]
-    detokenizer = model.detokenizer()
-    assert detokenizer.push(prior) == "hello"
-    assert detokenizer.push(following) == "é hello"
-
-
-def test_spaces_before_punctuation_are_not_cleaned_up() -> None:
-    model = text_model(text_models.wordpiece)
-    ids = model.encode("hello , don't .")
-    assert model.detokenizer().push(ids) == model.decode(ids)
-    assert " ," in model.decode(ids)
 
 
 @pytest.mark.parametrize("build", [text_models.metaspace, text_models.wordpiece])
@@ -153,12 +83,6 @@ def test_window_gives_a_character_time_to_complete() -> None:
     text = [detokenizer.push([byte]) for byte in "a🦙é".encode()]
     assert text == ["a", "", "", "", "🦙", "", "é"]
     assert detokenizer.flush() == ""
-
-
-def test_window_does_not_mistake_an_incomplete_character_behind_replacement_characters() -> None:
-    detokenizer = WindowDetokenizer(text_of_bytes, frozenset())
-    text = "\ufffd\ufffd🦙 and \ufffd\ufffd\ufffd\ufffdé"
-    assert "".join(detokenizer.push([byte]) for byte in text.encode()) + detokenizer.flush() == text
 
 
 def test_window_is_cut_between_characters_of_a_long_byte_run() -> None:

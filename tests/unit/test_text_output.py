@@ -9,8 +9,6 @@ import pytest
 from inflight.router.text.output import OutputText, TextStep
 from inflight.router.text.stop_scope import StopScope
 from inflight.router.tools.formats import CHANNELS, THINK, ReasoningFormat
-from tests.support.text import text_models
-from tests.support.text.text_models import text_model
 
 
 class Spelled:
@@ -64,27 +62,6 @@ def test_stop_across_tokens_ends_with_the_token_that_completes_it() -> None:
     assert output.matched == "\n\nUser:"
 
 
-def test_included_stop_ends_the_text_with_itself() -> None:
-    output = output_of("one", " ST", "OP two", stops=["STOP"], include_stop=True)
-    assert output.feed(0, [0, 1, 2]) == TextStep("one STOP", 3, "STOP")
-
-
-def test_held_text_comes_at_the_end() -> None:
-    output = output_of("one", " ST", stops=["STOP"])
-    assert output.feed(0, [0, 1]) == TextStep("one ", 2, None)
-    assert output.finish() == TextStep("ST", 0, None)
-
-
-def test_stop_before_min_tokens_is_not_honoured() -> None:
-    output = output_of("a STOP", " b STOP", " c STOP", stops=["STOP"], min_tokens=2)
-    assert output.feed(0, [0, 1, 2]) == TextStep("a STOP b STOP c ", 3, "STOP")
-
-
-def test_stop_that_the_token_behind_min_tokens_completes_is_honoured() -> None:
-    output = output_of("a ST", "OP b", stops=["STOP"], min_tokens=1)
-    assert output.feed(0, [0, 1]) == TextStep("a ", 2, "STOP")
-
-
 def test_text_of_an_ending_token_is_left_out() -> None:
     output = output_of("yes", "<over>", stops=["never"])
     assert output.feed(0, [0, 1], last_is_stop_token=True) == TextStep("yes", 2, None)
@@ -113,14 +90,6 @@ def test_missing_token_is_a_bug() -> None:
     output = output_of("a", "b")
     with pytest.raises(AssertionError, match="token 0 is missing before 1"):
         output.feed(1, [1])
-
-
-def test_incomplete_character_is_searched_for_stops_at_the_end() -> None:
-    model = text_model(text_models.smollm2)
-    output = OutputText(model.detokenizer(), stops=["\ufffd"])
-    ids = model.encode("so 🦙")[:-1]
-    assert output.feed(0, ids) == TextStep("so ", len(ids), None)
-    assert output.finish() == TextStep("", 0, "\ufffd")
 
 
 def test_resumed_output_cuts_a_stop_that_began_before() -> None:

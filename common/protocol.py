@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 # Older versions are accepted too, so that executors can be replaced before routers or after them.
 MIN_PROTOCOL_VERSION = 1
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 # The first version with `Attach`, `attached` and `detached`.
 ATTACH_VERSION = 2
 # The first version whose executors read everything that changes logits, constraints, and prompt scores. Older ones
@@ -24,6 +24,8 @@ LOGITS_VERSION = 3
 # The first version whose executors end a placement at the end of its reservation. Older ones refuse a reservation that
 # does not hold all of `max_tokens`.
 RESERVATION_VERSION = 4
+# The first version whose executors read `exact_resume`. Older ones ignore it, whatever their engine can keep.
+EXACT_RESUME_VERSION = 5
 
 # As in OpenAI's API.
 MAX_TOP_LOGPROBS = 20

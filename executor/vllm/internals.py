@@ -1,4 +1,4 @@
-"""vLLM itself: the only module that imports it, besides `replay.py`, which runs in vLLM's own processes.
+"""vLLM itself: the only module that imports it, besides those that run in vLLM's own processes.
 
 It uses `AsyncLLM` (`generate`, its adapters, its task `output_handler`), the flags of `AsyncEngineArgs` and the
 `VllmConfig` that they make, a stat logger, KV events, and the fields of `SamplingParams`. Stat loggers and their
@@ -8,6 +8,7 @@ statistics are no stable interface of vLLM, so the supported versions are checke
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import sys
 import tempfile
@@ -27,7 +28,9 @@ log = logging.getLogger(__name__)
 # The oldest version, and the newest one that the tests ran with.
 MIN_VERSION = (0, 30)
 TESTED_VERSION = (0, 32)
+# What generates given tokens again, for each of vLLM's model runners.
 REPLAY_PROCESSOR = "inflight.executor.vllm.replay:ReplayedOutput"
+REPLAY_PROCESSOR_V2 = "inflight.executor.vllm.replay_v2:ReplayedOutput"
 
 
 class VllmBackend:
@@ -198,12 +201,26 @@ async def start_vllm(arguments: Sequence[str]) -> VllmBackend:
         with ending_with_this_process():
             config = AsyncEngineArgs.from_cli_args(flags).create_engine_config()
             can_replay, cache_events = allow_replay(config), publish_cache(config)
-            llm = AsyncLLM.from_vllm_config(config, stat_loggers=[_stat_logger(on_step)])
+            # vLLM's own loggers feed metrics that nothing reads here.
+            llm = AsyncLLM(config, executor_class(config), log_stats=False, stat_loggers=[_stat_logger(on_step)])
     except Exception as error:
         log.exception("vLLM does not start")
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise ModelError(f"vLLM does not start: {first_line}") from error
     return VllmBackend(llm, facts_of(llm.vllm_config, version, can_replay=can_replay), on_step, cache_events)
+
+
+def executor_class(config: Any) -> type:
+    """Returns vLLM's class that runs its workers, on a CPU the one that waits for them."""
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    chosen: type = Executor.get_class(config)
+    if chosen is MultiprocExecutor and config.device_config.device_type == "cpu":
+        from inflight.executor.vllm.waiting import WaitingExecutor
+
+        return WaitingExecutor
+    return chosen
 
 
 def publish_cache(config: Any) -> CacheEvents | None:
@@ -219,11 +236,18 @@ def publish_cache(config: Any) -> CacheEvents | None:
 
 
 def allow_replay(config: Any) -> bool:
-    """Makes vLLM load what generates given tokens again, and returns whether it can: not when it drafts, and not in its
-    second model runner, which has another interface for logits processors."""
-    if config.speculative_config is not None or getattr(config, "use_v2_model_runner", False):
+    """Makes vLLM load what generates given tokens again, and returns whether it can: not when it drafts, and not in a
+    second model runner that takes no logits processors."""
+    if config.speculative_config is not None:
         return False
-    config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), REPLAY_PROCESSOR]
+    processor = REPLAY_PROCESSOR
+    if getattr(config, "use_v2_model_runner", False):
+        processor = REPLAY_PROCESSOR_V2
+        try:
+            importlib.import_module(processor.partition(":")[0])
+        except ImportError:
+            return False
+    config.model_config.logits_processors = [*(config.model_config.logits_processors or ()), processor]
     return True
 
 

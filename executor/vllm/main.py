@@ -94,6 +94,8 @@ def build_vllm_executor(
         take_output(service, failed, output)
 
     limits = scheduler_limits(settings, backend)
+    if not backend.facts.can_replay:
+        log.warning("this vLLM cannot generate output again: exact_resume is refused, as docs/engines.md says")
     engine = VllmEngine(backend, limits, publish, failed.set)
     own_identity = identity(settings, source, backend, limits)
     retention = RetentionPolicy(settings.orphan_grace_s, settings.retain_ended_s)

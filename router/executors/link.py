@@ -27,7 +27,13 @@ import grpc.aio
 from inflight.common.cancellation import task_is_cancelled
 from inflight.common.errors import FieldViolation, Reason, RequestError
 from inflight.common.parameters import LATER_PARAMETERS
-from inflight.common.protocol import ATTACH_VERSION, LOGITS_VERSION, MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
+from inflight.common.protocol import (
+    ATTACH_VERSION,
+    EXACT_RESUME_VERSION,
+    LOGITS_VERSION,
+    MIN_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+)
 from inflight.router.executors.channel import ExecutorChannels
 from inflight.router.executors.frame_checks import check_description, check_frame
 from inflight.router.lifecycle.events import Detached, FirstToken, LinkEvent, Rejected, SequenceEnded, Withdrawn
@@ -260,6 +266,11 @@ class ExecutorLink:
         if submit.HasField("pooled") and not self.description.HasField("pooling"):
             return RequestError(Reason.INTERNAL, f"executor {self.executor_id} makes no embeddings")
         version = self.description.protocol_version
+        if submit.exact_resume and version < EXACT_RESUME_VERSION:
+            needed = f"exact_resume needs {EXACT_RESUME_VERSION}"
+            text = f"executor {self.executor_id} speaks protocol version {version}; {needed}"
+            violation = FieldViolation("exact_resume", "is not known to this executor")
+            return RequestError(Reason.NOT_IMPLEMENTED, text, (violation,))
         unread = _unread_field(submit, version)
         if unread is None:
             return None

@@ -8,7 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from inflight.common.protocol import LOGITS_VERSION
+from inflight.common.protocol import EXACT_RESUME_VERSION, LOGITS_VERSION
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 from tests.integration.test_requests import collect, rest
 from tests.integration.test_resuming import NUM_TOKENS, Client, request_of
@@ -113,4 +113,20 @@ async def test_executor_of_an_older_version_does_not_get_what_it_would_ignore(
             await collect(cluster.routers[0], request)
         events = await collect(cluster.routers[0], request_of())
     assert f"executor executor-0 speaks protocol version 2; {field} needs 3" in (refused.value.details() or "")
+    assert events[-1].HasField("done")
+
+
+async def test_executor_that_does_not_know_exact_resume_gets_no_request_that_requires_it(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.support.stack.cluster.PROTOCOL_VERSION", EXACT_RESUME_VERSION - 1)
+    exact = request_of()
+    exact.exact_resume = True
+    async with run_cluster(redis_url, pool) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await collect(cluster.routers[0], exact)
+        events = await collect(cluster.routers[0], request_of())
+        assert not cluster.executors[0].service.num_held
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "speaks protocol version 4; exact_resume needs 5" in (refused.value.details() or "")
     assert events[-1].HasField("done")

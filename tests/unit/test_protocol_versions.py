@@ -64,7 +64,7 @@ async def linked(version: int) -> tuple[ExecutorLink, Call]:
     return link, stub.call
 
 
-@pytest.mark.parametrize(("theirs", "spoken"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, PROTOCOL_VERSION)])
+@pytest.mark.parametrize(("theirs", "spoken"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, PROTOCOL_VERSION)])
 async def test_router_speaks_the_older_of_the_two_versions(theirs: int, spoken: int) -> None:
     link, call = await linked(theirs)
     assert link.is_up
@@ -92,4 +92,4 @@ async def test_executor_of_no_known_version_is_not_used_and_the_log_says_so(capl
     link, call = await linked(0)
     assert not link.is_up
     assert call.told == []
-    assert "it speaks protocol version 0, this router 1 to 4" in caplog.text
+    assert f"it speaks protocol version 0, this router 1 to {PROTOCOL_VERSION}" in caplog.text

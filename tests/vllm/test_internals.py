@@ -14,6 +14,7 @@ from inflight.executor.scheduler.sequence import TokenLogprobs
 from inflight.executor.vllm.backend import StepStats
 from inflight.executor.vllm.internals import (
     REPLAY_PROCESSOR,
+    REPLAY_PROCESSOR_V2,
     CachedBlocks,
     allow_replay,
     check_version,
@@ -137,14 +138,18 @@ def test_blocks_of_drafts_are_kept_back() -> None:
         facts_of(config(__speculative_config=drafting, cache_config__num_gpu_blocks=5), "")
 
 
-def test_output_is_generated_again_where_vllm_takes_our_processor() -> None:
+def test_output_is_generated_again_where_vllm_takes_our_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     def allowed(**changes: Any) -> tuple[bool, list[str]]:
         made = config(**changes)
         made.model_config.logits_processors = ["a:B"]
         return allow_replay(made), made.model_config.logits_processors
 
     assert allowed() == (True, ["a:B", REPLAY_PROCESSOR])
+    second = REPLAY_PROCESSOR_V2.partition(":")[0]
+    monkeypatch.setitem(sys.modules, second, None)
     assert allowed(__use_v2_model_runner=True) == (False, ["a:B"])
+    monkeypatch.setitem(sys.modules, second, ModuleType(second))
+    assert allowed(__use_v2_model_runner=True) == (True, ["a:B", REPLAY_PROCESSOR_V2])
     assert allowed(__speculative_config=SimpleNamespace(num_speculative_tokens=1)) == (False, ["a:B"])
 
 

@@ -200,7 +200,7 @@ def _add_targets(add: Callable[..., argparse.Action]) -> None:
         action="append",
         default=[],
         metavar="NAME[:VARIANT]",
-        help=f"another engine, installed by `make bench-peers`: {_variants()}; may be given more than once",
+        help=f"another engine: {_variants()}; `make bench-peers` installs vllm and llama; may be given more than once",
     )
     add("--seats", type=_positive, default=8, metavar="N", help="sequences at once, the same everywhere; default: 8")
     add("--executors", type=_positive, default=1, metavar="N", help="executors of a local stack; default: 1")

@@ -26,6 +26,7 @@ SESSION_S = 840.0
 STOP_S = 10.0
 # The models lie in memory: a disk of 1 GB/s would take a minute for what a GPU loads in seconds.
 MODELS = Path("/dev/shm/inflight-models")
+PEERS = ("--modes", "engine,inflight,static", "--peer", "transformers")
 # cuBLAS with one algorithm for all numbers of rows, as far as its workspace decides.
 NO_SPLIT_K = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 
@@ -80,6 +81,7 @@ def stages(models: Path, out: Path, device: str) -> tuple[Stage, ...]:
         stack("experts", 120, "experts", *loads, "8"),
         stack("experts-fp8", 120, "experts-fp8", *loads, "8"),
         stack("gpt-oss", 120, "gpt-oss", *loads, "8"),
+        stack("peers-1b", 120, "1b", *PEERS, "--seats", "64", "--concurrency", "64", "--turns", "2"),
         Stage("engine-1b", 100, "inflight.bench.gpu.main", engine, None),
     )
 

@@ -5,6 +5,7 @@ Starts nothing.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ KV_CACHE_GIB = 2
 VARIANTS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("compiled", "eager", "ngram", "serve"),
     "llama": ("file", "q4_0"),
+    "transformers": ("continuous", "static"),
 }
 # The one that is driven through its own server.
 SERVER = ("vllm", "serve")
@@ -35,7 +37,10 @@ READS_GGUF = frozenset({"llama"})
 DEFAULT_VARIANTS: Mapping[str, tuple[str, ...]] = {
     "vllm": ("compiled",),
     "llama": ("file", "q4_0"),
+    "transformers": ("continuous",),
 }
+# Those that run in inflight's own environment.
+BUILT_IN = frozenset({"transformers"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +69,13 @@ class PeerChoice:
     @property
     def is_installed(self) -> bool:
         """Whether `make bench-peers` came to its end here."""
-        return (self.environment_folder / INSTALLED_MARK).exists()
+        return self.name in BUILT_IN or (self.environment_folder / INSTALLED_MARK).exists()
 
     @property
     def command(self) -> tuple[str, ...]:
         """Starts the driver with the interpreter of the peer's environment."""
-        python = (self.environment_folder / "bin" / "python").absolute()
+        own = (self.environment_folder / "bin" / "python").absolute()
+        python = sys.executable if self.name in BUILT_IN else own
         module = "vllm_serve" if (self.name, self.variant) == SERVER else self.name
         return (str(python), "-P", "-m", f"inflight.bench.peers.{module}_driver")
 
@@ -87,16 +93,22 @@ def parse_peer(text: str) -> tuple[PeerChoice, ...]:
 
 
 def peer_environment(peer: PeerChoice, base: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:
-    """Returns the environment of a peer's driver: that of this process without the project's packages, with the cores
-    and its settings."""
+    """Returns the environment of a peer's driver, with the cores and its settings: that of this process, without the
+    project's packages if the peer has an environment of its own."""
     kept = {name: value for name, value in base.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "INFLIGHT_"))}
     common = {
-        "PYTHONPATH": str(SOURCES),
         "OMP_NUM_THREADS": str(len(cores)),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    return {**kept, **common, **(_vllm_environment(peer, cores) if peer.name == "vllm" else {})}
+    if peer.name in BUILT_IN:
+        return {**base, **common}
+    return {
+        **kept,
+        "PYTHONPATH": str(SOURCES),
+        **common,
+        **(_vllm_environment(peer, cores) if peer.name == "vllm" else {}),
+    }
 
 
 def _vllm_environment(peer: PeerChoice, cores: Sequence[int]) -> dict[str, str]:

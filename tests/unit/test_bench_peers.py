@@ -55,6 +55,13 @@ def test_environment_of_a_peer_has_our_sources_and_nothing_else_of_ours() -> Non
     assert "VLLM_CPU_OMP_THREADS_BIND" not in peer_environment(parse_peer("llama")[0], ours, [0])
 
 
+def test_transformers_runs_in_our_own_environment() -> None:
+    (peer,) = parse_peer("transformers:static")
+    assert peer.is_installed
+    assert peer.command[0] == sys.executable
+    assert peer_environment(peer, {"PYTHONPATH": "/ours"}, [0])["PYTHONPATH"] == "/ours"
+
+
 def test_libraries_are_preloaded_as_far_as_they_are_there(tmp_path: Path) -> None:
     libraries, environment = tmp_path / "lib64", tmp_path / "vllm"
     assert preloads(environment, [libraries]) == []

@@ -35,7 +35,7 @@ def test_arguments_of_a_stage_are_those_of_its_benchmark(stage: Stage, is_dry: b
         case "invariance":
             assert arguments == ["8b"]
         case "main" if arguments[0] == "bench":
-            assert parse_bench(arguments[1:]).modes == ("inflight",)
+            assert "inflight" in parse_bench(arguments[1:]).modes
         case _:
             assert engine_parser().parse_args(arguments).models == "1b"
 

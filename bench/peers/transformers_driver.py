@@ -123,9 +123,9 @@ def _load(setup: Setup) -> tuple[Any, dict[str, str]]:
     torch.set_num_threads(setup.num_threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, setup.dtype)
-    network = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype, attn_implementation="sdpa").to(device)
+    network: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype, attn_implementation="sdpa")
     words = f"transformers {transformers.__version__}, torch {torch.__version__}"
-    return network.eval(), {"engine": words, "device": device, "dtype": setup.dtype, "batching": setup.variant}
+    return network.to(device).eval(), {"engine": words, "device": device, "dtype": setup.dtype, "batching": setup.variant}
 
 
 def make_engine(setup: Setup) -> DrivenEngine:

@@ -379,7 +379,7 @@ class Engine:
             num_output_tokens=self._num_output_tokens,
             exposed_host_ms=self._speed.exposed_host_s * 1000,
             device_busy_fraction=self._speed.device_busy_fraction,
-            device_busy_s=self._speed.device_busy_s,
+            device_busy_s=self.accounting.busy_ns / 1e9,
             elapsed_s=self._speed.elapsed_s,
             num_preempted=scheduler.num_preempted,
             num_preemptions=scheduler.num_preemptions,

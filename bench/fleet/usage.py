@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from inflight import AsyncClient
 from inflight.bench.fleet.fleet import Fleet
@@ -220,7 +221,8 @@ async def booked_of(client: AsyncClient, redis_url: str, pool: str) -> Booked:
     )
     by_source: dict[Source, int] = {}
     settings = LedgerSettings(call_timeout_ms=round(LAST_CALL_TIMEOUT_S * 1000))
-    async with aclosing(connect_node(redis_url, settings)) as redis:
+    node: Any = connect_node(redis_url, settings)
+    async with aclosing(node) as redis:
         for day in days:
             key = PoolKeys(pool).usage(day)[1]
             counted = await redis.execute_command("HGETALL", key, NEVER_DECODE=True)  # the figures are packed

@@ -101,6 +101,11 @@ class RouterSettings(ProcessSettings):
         "the classes are those of the executors' setting executor_class",
     )
     price_currency: str = Field("USD", description="currency of executor_prices, as in ISO 4217")
+    usage_metrics_tenants: tuple[str, ...] = Field(
+        (),
+        description="tenants whose busy time and costs are metrics with the tenant's name, comma-separated; those of "
+        "all others have the name (others). Anyone who may read /metrics sees these names. Default: no such metrics",
+    )
     max_prompt_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024, description="maximum size of a prompt in bytes"
     )

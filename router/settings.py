@@ -86,7 +86,9 @@ class RouterSettings(ProcessSettings):
         30.0, gt=0, le=86_400, description="seconds in the queue after which a request moves up one priority class"
     )
     preempt_for_priority: bool = Field(
-        False, description="preempt running requests when a waiting request of a higher class does not fit"
+        False,
+        description="preempt running requests of every lower class when a waiting request does not fit; those of class "
+        "batch always are",
     )
     queue_event_interval_s: float = Field(
         1.0, ge=0.1, le=3600, description="minimum seconds between Queued events of a request that asks for them"

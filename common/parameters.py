@@ -258,6 +258,7 @@ _TABLE = (
     Parameter("want_queue_events", "want_queue_events", Kind.BOOL),
     Parameter("stream_interval", "output.stream_interval", Kind.UINT32, least=1, most=MAX_STREAM_INTERVAL),
     Parameter("echo", "output.echo", Kind.BOOL),
+    Parameter("want_resources", "output.resources", Kind.BOOL),
     Parameter("tenant", "tenant", Kind.TEXT, Flag("--tenant", "NAME", "tenant of the request; default: default")),
     Parameter("priority", "priority", flag=Flag("--priority", "", "priority class; default: standard")),
     Parameter(

@@ -208,6 +208,7 @@ def _request(body: Common, defaults: Defaults, max_tokens: int | None) -> infere
         raise refused("resume_ttl_s", "is allowed only with stream")
     if body.stream_interval is not None or not body.stream:
         request.output.stream_interval = body.stream_interval or UNSTREAMED_INTERVAL
+    request.output.resources = bool(body.include_resources)
     request.metadata.update(body.metadata or {})
     if body.user:
         request.metadata["user"] = body.user

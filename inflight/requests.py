@@ -86,6 +86,7 @@ class GenerateOptions(TypedDict, total=False):
     want_queue_events: bool
     stream_interval: int
     echo: bool
+    want_resources: bool
     adapter_id: str
     priority: Priority
     inter_token_target_ms: int

@@ -39,10 +39,11 @@ from inflight.router.ledger.types import LedgerCall
 from inflight.router.settings import RouterSettings
 from inflight.router.stats.gauges import ScrapeGauges
 from inflight.router.stats.source import StatsSource
+from inflight.router.stats.usage import prices_of, usage_seen_by
 from inflight.router.telemetry.event_log import EventLog
 from inflight.router.telemetry.events import RequestObserver, RequestObservers
 from inflight.router.telemetry.latencies import Latencies
-from inflight.router.telemetry.metrics import RouterMetrics
+from inflight.router.telemetry.metrics import RouterMetrics, TenantCosts
 from inflight.router.telemetry.tracing import RequestTracer, trace_ledger_calls
 from inflight.router.text.count_limits import REQUEST_WIRE_LIMITS
 from inflight.router.text.tokenizer import TextModel
@@ -90,7 +91,7 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
     authentication = Authentication(settings, lambda: {*texts, *tenants.config.variants})
     router_id = settings.router_id or _default_router_id(settings.listen)
     tracing = open_tracing("router", router_id, settings.otlp_endpoint)
-    metrics, latencies = RouterMetrics(registry, texts), Latencies(texts)
+    metrics, latencies = RouterMetrics(registry, texts, tenant_costs_of(settings)), Latencies(texts)
     heard: list[RequestObserver] = [metrics, latencies, *([watching.requests] if has_dashboard else [])]
     observers = RequestObservers(heard, RequestTracer(tracing.tracer) if tracing.is_on else None)
 
@@ -112,7 +113,8 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
     service = InferenceService(
         pools, settings, tenants, authentication.authenticator, tokens, stats, observers, tracing.tracer
     )
-    board = dashboard_routes(Feeds(stats), authentication.authenticator, watching) if has_dashboard else []
+    usage = functools.partial(usage_seen_by, pools=pools, prices=prices_of(settings))
+    board = dashboard_routes(Feeds(stats), authentication.authenticator, watching, usage) if has_dashboard else []
     sampler = Sampler(watching.history, watching.requests, latencies, lambda: stats.looks(SAMPLE_S / 2))
     scrape = ScrapeGauges(registry, models).refresh
     server = GrpcServer(
@@ -141,6 +143,12 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
         watching=watching,
         sampler=sampler if has_dashboard else None,
     )
+
+
+def tenant_costs_of(settings: RouterSettings) -> TenantCosts | None:
+    """Returns the tenants that have metrics of their own; None if there are none."""
+    prices, tenants = prices_of(settings), frozenset(settings.usage_metrics_tenants)
+    return TenantCosts(tenants, prices.currency, prices.cost) if tenants else None
 
 
 def ledger_settings_of(settings: RouterSettings) -> LedgerSettings:

@@ -86,7 +86,9 @@ class RouterSettings(ProcessSettings):
         30.0, gt=0, le=86_400, description="seconds in the queue after which a request moves up one priority class"
     )
     preempt_for_priority: bool = Field(
-        False, description="preempt running requests when a waiting request of a higher class does not fit"
+        False,
+        description="preempt running requests of every lower class when a waiting request does not fit; those of class "
+        "batch always are",
     )
     queue_event_interval_s: float = Field(
         1.0, ge=0.1, le=3600, description="minimum seconds between Queued events of a request that asks for them"
@@ -101,6 +103,11 @@ class RouterSettings(ProcessSettings):
         "the classes are those of the executors' setting executor_class",
     )
     price_currency: str = Field("USD", description="currency of executor_prices, as in ISO 4217")
+    usage_metrics_tenants: tuple[str, ...] = Field(
+        (),
+        description="tenants whose busy time and costs are metrics with the tenant's name, comma-separated; those of "
+        "all others have the name (others). Anyone who may read /metrics sees these names. Default: no such metrics",
+    )
     max_prompt_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024, description="maximum size of a prompt in bytes"
     )

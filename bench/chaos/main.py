@@ -16,19 +16,24 @@ from rich.console import Console
 from inflight import AsyncClient
 from inflight.bench.chaos.adapters import NUM_VERSIONS, ServedAdapters, version_name
 from inflight.bench.chaos.disturbance import ChaosRun, System, disturb, running_system
+from inflight.bench.chaos.gaps import Window
 from inflight.bench.chaos.load import AdapterSamples, Load, Sent, Versions
 from inflight.bench.chaos.options import ChaosOptions, parse_options
 from inflight.bench.chaos.reference import Reference, load_or_make
 from inflight.bench.chaos.report import fill, page, values_of
 from inflight.bench.chaos.requests import SampleRequest, sample_requests
+from inflight.bench.chaos.schedule import FaultKind
 from inflight.bench.chaos.setting import NUM_ADAPTER_SAMPLES, setting_of
 from inflight.bench.chaos.tally import Tally, tally
 from inflight.bench.fleet.health import Leak
+from inflight.bench.fleet.usage import UNREPORTED_S, BusyWatch, Costs
 from inflight.bench.report.page import write_report
 from inflight.bench.targets.command_errors import with_command_errors
 from inflight.cli.console import EXIT_FAILURE, run_in_foreground
 
 LEAK_TIMEOUT_S = 90.0
+# Executors send all of their totals once a minute.
+USAGE_TIMEOUT_S = 90.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +52,7 @@ async def chaos(options: ChaosOptions, console: Console) -> int:
     paths = write_report(options.out, "chaos", values_of(result, run.windows, run.began_s), page(result))
     if options.measured is not None:
         fill(options.measured, result)
-    for failure in result.failures:
+    for failure in (*result.failures, *result.cost_problems):
         console.print(f"failed: {failure}", markup=False, highlight=False, soft_wrap=True)
     console.print("report: " + ", ".join(str(path) for path in paths), highlight=False, soft_wrap=True)
     console.print(result.last_line, markup=False, highlight=False, soft_wrap=True)
@@ -67,15 +72,22 @@ async def _run(run: ChaosRun) -> Tally:
         )
         run.began_s = time.monotonic()
         leak: Leak | None = None
+        costs: Costs | None = None
+        watch = BusyWatch(system.fleet)
+        watching = asyncio.create_task(watch.run())
         try:
             await _disturbed(run, system, load)
             leak = await system.observer.leak(LEAK_TIMEOUT_S)
+            costs = await watch.costs(system.client, run.setting.pool, _lost_s(run.windows), USAGE_TIMEOUT_S)
         except asyncio.CancelledError:
             running = asyncio.current_task()
             assert running is not None
             running.uncancel()  # Ctrl-C: the report is of what there is
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
         facts = _circumstances(run, reference)
-        return tally(facts, load.sent, run.windows, system.fleet.exits, leak, was_interrupted=leak is None)
+        return tally(facts, load.sent, run.windows, system.fleet.exits, leak, costs, was_interrupted=costs is None)
 
 
 async def _reference(run: ChaosRun, client: AsyncClient) -> Reference:
@@ -126,6 +138,13 @@ async def _disturbed(run: ChaosRun, system: System, load: Load) -> None:
             load.stop()
         run.say(f"no more faults; {load.num_under_way} streams to go")
         await sending
+
+
+def _lost_s(windows: Sequence[Window]) -> float | None:
+    """Returns until when executors may have ended whose usage Redis has lost: until the others have reported again."""
+    kinds = (FaultKind.REDIS_EMPTY, FaultKind.STORE_STALE)
+    found = (window.whole_s or window.over_s for window in windows if window.fault.kind in kinds)
+    return max((over_s + UNREPORTED_S for over_s in found), default=None)
 
 
 def _tell(run: ChaosRun, sent: Sent) -> None:

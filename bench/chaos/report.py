@@ -9,6 +9,7 @@ from typing import Any
 
 from inflight.bench.chaos.gaps import Gaps, Window
 from inflight.bench.chaos.tally import Tally
+from inflight.bench.fleet.usage import UNREPORTED_S, Costs
 from inflight.bench.report.page import Page, Part, facts
 from inflight.bench.report.table import UNKNOWN, Table, count_table, shown
 
@@ -18,6 +19,9 @@ GAPS_NOTE = """\
 The longest pause of each stream between two tokens that overlaps the time from a fault until the system was whole
 again. p50 and p99 are of the streams that were resumed or moved, where there are any, else of all that ran; the first
 row is of pauses that no fault overlaps."""
+USAGE_NOTE = f"""\
+Busy time of executors, and what the ledger has of it. What an executor that ended had not reported is missing: what it
+used in its last {UNREPORTED_S:g} seconds at most. So is what others had reported before Redis lost its data."""
 GAPS_HEADER = (
     "fault", "times", "streams", "interrupted", "p50 s", "p99 s", "longest s", "bound s", "kept", "whole after s",
 )  # fmt: skip
@@ -54,6 +58,8 @@ def page(tally: Tally) -> Page:
         if tally.num_adapted:
             note += " Requests whose adapter was removed, or replaced while they waited."
         parts.append(Part("Refused", note, table=_sorted("status", tally.refusals)))
+    if tally.costs is not None:
+        parts.append(Part("Usage", USAGE_NOTE, table=_usage_table(tally.costs), problems=tally.costs.problems))
     if tally.failures:
         parts.append(Part("Failures", problems=tally.failures[:MAX_FAILURES]))
     return Page("Chaos", tally.circumstances, parts, last_lines=[tally.last_line])
@@ -100,6 +106,18 @@ def _counts(tally: Tally) -> dict[str, int]:
             "adapters that executors still hold": tally.leak.num_held_adapters,
         }
     return counts
+
+
+def _usage_table(costs: Costs) -> Table:
+    seconds = {
+        "busy, as executors said": costs.busy_ns / 1e9,
+        "booked for tenants": costs.tenants_ns / 1e9,
+        "booked for the system": costs.system_ns / 1e9,
+        "not reported by executors that ended": costs.unreported_ns / 1e9,
+        "the longest time without a report before an end": costs.max_unreported_s,
+        "lost with Redis": costs.lost_ns / 1e9,
+    }
+    return Table(("what", "s"), [[what, f"{value:.3f}"] for what, value in seconds.items()])
 
 
 def _sorted(what: str, counts: Mapping[str, int]) -> Table:

@@ -10,11 +10,12 @@ from inflight.bench.chaos.gaps import Gaps, Window, gaps_by_kind
 from inflight.bench.chaos.load import Sent
 from inflight.bench.fleet.fleet import Exit
 from inflight.bench.fleet.health import Leak
+from inflight.bench.fleet.usage import Costs
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """The figures of a run. `leak` None: it was not looked for, since the run was interrupted."""
+    """The figures of a run. `leak` and `costs` None: they were not looked for, since the run was interrupted."""
 
     circumstances: Mapping[str, str]
     num_requests: int
@@ -33,11 +34,18 @@ class Tally:
     gaps: tuple[Gaps, ...]
     was_interrupted: bool
     num_adapted: int = 0
+    costs: Costs | None = None
 
     @property
     def is_right(self) -> bool:
         """Whether every promise was kept that this run can judge."""
-        return not (self.lost or self.duplicated or self.failures or self.leak or self.num_unrecovered)
+        is_whole = not (self.lost or self.duplicated or self.failures or self.leak or self.num_unrecovered)
+        return is_whole and not self.cost_problems
+
+    @property
+    def cost_problems(self) -> tuple[str, ...]:
+        """How the ledger's usage differs from that of executors."""
+        return () if self.costs is None else self.costs.problems
 
     @property
     def last_line(self) -> str:
@@ -55,6 +63,7 @@ def tally(
     windows: Sequence[Window],
     exits: Sequence[Exit],
     leak: Leak | None,
+    costs: Costs | None = None,
     *,
     was_interrupted: bool,
 ) -> Tally:
@@ -77,6 +86,7 @@ def tally(
         leak=leak,
         gaps=tuple(gaps_by_kind(windows, streams)),
         was_interrupted=was_interrupted,
+        costs=costs,
     )
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from inflight import AsyncClient
 from inflight.bench.fleet.fleet import Fleet
+from inflight.bench.fleet.metrics import metric_sum
 from inflight.errors import InflightError
 from inflight.router.ledger.connection import connect_node
 from inflight.router.ledger.functions import ScriptCalls, compose_library, shared_source
@@ -145,7 +143,9 @@ async def _look(client: AsyncClient, redis: Any, pool: str, metrics_addresses: S
     executors = (await client.capacity(timeout=LAST_CALL_TIMEOUT_S)).executors
     keys = PoolKeys(pool)
     pool_keys = keys.for_script(())
-    held = await asyncio.gather(*(asyncio.to_thread(_held_adapters, address) for address in metrics_addresses))
+    held = await asyncio.gather(
+        *(metric_sum(address, HELD_ADAPTERS, LAST_CALL_TIMEOUT_S) for address in metrics_addresses)
+    )
     return Leak(
         sum(executor.blocks_used for executor in executors),
         sum(executor.blocks_reserved for executor in executors),
@@ -153,13 +153,5 @@ async def _look(client: AsyncClient, redis: Any, pool: str, metrics_addresses: S
         int(
             await ScriptCalls(redis, compose_library(shared_source(), {"pins": COUNT_PINS})).run("pins", pool_keys, ())
         ),
-        sum(held),
+        round(sum(held)),
     )
-
-
-def _held_adapters(address: str) -> int:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(f"http://{address}/metrics", timeout=LAST_CALL_TIMEOUT_S) as response:
-        text = response.read().decode()
-    families = text_string_to_metric_families(text)
-    return sum(int(sample.value) for family in families for sample in family.samples if sample.name == HELD_ADAPTERS)

@@ -124,8 +124,9 @@ def _load(setup: Setup) -> tuple[Any, dict[str, str]]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, setup.dtype)
     network: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype, attn_implementation="sdpa")
-    words = f"transformers {transformers.__version__}, torch {torch.__version__}"
-    return network.to(device).eval(), {"engine": words, "device": device, "dtype": setup.dtype, "batching": setup.variant}
+    engine = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    words = {"engine": engine, "device": device, "dtype": setup.dtype, "batching": setup.variant}
+    return network.to(device).eval(), words
 
 
 def make_engine(setup: Setup) -> DrivenEngine:

@@ -269,6 +269,7 @@ class Engine:
                     output.accepted.append(sequence)
                     self._deadlines.add(sequence, self._scheduler.held())
                     self._standby.refilled(self._clock())
+                    self._make_way(output)
                 else:
                     output.rejected.append((sequence, refusal))
             case PreparedCommand(sequence, error):
@@ -287,6 +288,13 @@ class Engine:
                 self._stopping = True
             case ListCommand():
                 output.sequences = self._scheduler.seating.snapshot()
+
+    def _make_way(self, output: EngineOutput) -> None:
+        """Hands sequences of class batch back to their routers whose seats others wait for."""
+        for sequence in self._scheduler.giving_way():
+            event = self._scheduler.cancel(sequence.request_id, sequence.attempt, FinishReason.PREEMPTED)
+            if event is not None:
+                output.finished.append(event)
 
     def _retire(self, plan: StepPlan, load: StepLoad, counts: PlanCounts, step: PendingStep) -> None:
         """Reads the tokens of a step and publishes its outcome."""
@@ -379,7 +387,7 @@ class Engine:
             num_output_tokens=self._num_output_tokens,
             exposed_host_ms=self._speed.exposed_host_s * 1000,
             device_busy_fraction=self._speed.device_busy_fraction,
-            device_busy_s=self._speed.device_busy_s,
+            device_busy_s=self.accounting.busy_ns / 1e9,
             elapsed_s=self._speed.elapsed_s,
             num_preempted=scheduler.num_preempted,
             num_preemptions=scheduler.num_preemptions,

@@ -53,7 +53,6 @@ class Throughput:
         self.step_s = 0.0
         self.prefill_tokens_per_s = 0.0
         self.exposed_host_s = 0.0
-        self.device_busy_s = 0.0
         self.elapsed_s = 0.0
         self._busy_s = 0.0
         # When the device last finished, or when work arrived after a period without any.
@@ -79,7 +78,6 @@ class Throughput:
         exposed_s, busy_s = began_s - self._since_s, max(0.0, step.ended_s - began_s)
         self._since_s = step.ended_s
         self.elapsed_s += exposed_s + busy_s
-        self.device_busy_s += busy_s
         elapsed_s = exposed_s + busy_s
         weight = SMOOTHING if self._num_steps else 1.0
         self._num_steps += 1

@@ -82,6 +82,11 @@ from inflight.executor.scheduler.step_constraint import (
 from inflight.executor.scheduler.step_record import KvCounts
 from inflight.executor.speculation.counts import NO_DRAFT_COUNTS, DraftCounts
 
+# The priority of class batch.
+BATCH_PRIORITY = -1
+# Placements after which a sequence of class batch keeps its seat, so that it ends however many others come.
+MAX_YIELDING_ATTEMPTS = 8
+
 
 class Boarding:
     """Gives prompts their tokens and seats waiting sequences: first the preempted ones, then the others in boarding
@@ -383,6 +388,23 @@ class Scheduler:
         if sequence is None or sequence.attempt != attempt:
             return None
         return self._end(sequence, reason)
+
+    def giving_way(self) -> list[Sequence]:
+        """Returns the sequences of class batch on seats that sequences of other classes wait for: the newest, one for
+        each seat that is missing. The ledger places such a request beyond the seats, and it is not to wait for the end
+        of a batch's. A static batch runs to its end, and so does a sequence that was placed often."""
+        queues = self._queues
+        unseated = chain(queues.waiting, queues.preparing, queues.preempted)
+        num_missing = sum(sequence.priority > BATCH_PRIORITY for sequence in unseated)
+        num_missing -= self.limits.max_num_sequences - queues.num_seated - len(queues.pausing)
+        if num_missing <= 0 or self.limits.batching is Batching.STATIC:
+            return []
+        seated = (
+            one
+            for one in chain(queues.decodes, queues.prefills)
+            if one.priority <= BATCH_PRIORITY and one.attempt <= MAX_YIELDING_ATTEMPTS
+        )
+        return sorted(seated, key=lambda one: one.arrival, reverse=True)[:num_missing]
 
     def take_finished(self) -> tuple[FinishEvent, ...]:
         """Returns the ends that no call has returned yet: those of superseded attempts and of handed-back sequences."""

@@ -196,7 +196,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("text", "token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "coalesce_ms", "top_prompt_logprobs", "stream_interval", "parts")
+    __slots__ = ("text", "token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "coalesce_ms", "top_prompt_logprobs", "stream_interval", "parts", "resources")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +207,7 @@ class OutputOptions(_message.Message):
     TOP_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STREAM_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    RESOURCES_FIELD_NUMBER: _ClassVar[int]
     text: bool
     token_ids: bool
     logprobs: bool
@@ -217,7 +218,8 @@ class OutputOptions(_message.Message):
     top_prompt_logprobs: int
     stream_interval: int
     parts: bool
-    def __init__(self, text: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., echo: _Optional[bool] = ..., coalesce_ms: _Optional[int] = ..., top_prompt_logprobs: _Optional[int] = ..., stream_interval: _Optional[int] = ..., parts: _Optional[bool] = ...) -> None: ...
+    resources: bool
+    def __init__(self, text: _Optional[bool] = ..., token_ids: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., echo: _Optional[bool] = ..., coalesce_ms: _Optional[int] = ..., top_prompt_logprobs: _Optional[int] = ..., stream_interval: _Optional[int] = ..., parts: _Optional[bool] = ..., resources: _Optional[bool] = ...) -> None: ...
 
 class Deadlines(_message.Message):
     __slots__ = ("first_token", "total")

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from inflight.v1 import types_pb2 as inflight_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18inflight/v1/resume.proto\x12\x0binflight.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17inflight/v1/types.proto\"\xb8\x04\n\rRouterContext\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x05 \x01(\x08\x12\x12\n\nwants_text\x18\x06 \x01(\x08\x12\x17\n\x0fwants_token_ids\x18\x07 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c\x12\x0e\n\x06\x64\x65tach\x18\t \x01(\x08\x12-\n\nresume_ttl\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x61rrived_unix_ms\x18\x0b \x01(\x04\x12\x11\n\toperation\x18\x0c \x01(\t\x12\x0c\n\x04\x65\x63ho\x18\x1e \x01(\x08\x12\x13\n\x0bnum_choices\x18\x1f \x01(\r\x12\x18\n\x10num_sent_choices\x18  \x01(\r\x12\x16\n\x0ehides_logprobs\x18! \x01(\x08\x12\x17\n\x0fstream_interval\x18\" \x01(\r\x12\x1a\n\x12reservation_tokens\x18# \x01(\r\x12\x15\n\ranswer_format\x18$ \x01(\t\x12\x12\n\nadapter_id\x18% \x01(\t\x12\x16\n\x0estop_token_ids\x18( \x03(\r\x12=\n\x14unenforced_functions\x18) \x03(\x0b\x32\x1f.inflight.v1.UnenforcedFunction\x12\x1c\n\x14ignored_schema_words\x18* \x03(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18inflight/v1/resume.proto\x12\x0binflight.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x17inflight/v1/types.proto\"\xd1\x04\n\rRouterContext\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04stop\x18\x04 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x05 \x01(\x08\x12\x12\n\nwants_text\x18\x06 \x01(\x08\x12\x17\n\x0fwants_token_ids\x18\x07 \x01(\x08\x12\x0e\n\x06\x64igest\x18\x08 \x01(\x0c\x12\x0e\n\x06\x64\x65tach\x18\t \x01(\x08\x12-\n\nresume_ttl\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x17\n\x0f\x61rrived_unix_ms\x18\x0b \x01(\x04\x12\x11\n\toperation\x18\x0c \x01(\t\x12\x0c\n\x04\x65\x63ho\x18\x1e \x01(\x08\x12\x13\n\x0bnum_choices\x18\x1f \x01(\r\x12\x18\n\x10num_sent_choices\x18  \x01(\r\x12\x16\n\x0ehides_logprobs\x18! \x01(\x08\x12\x17\n\x0fstream_interval\x18\" \x01(\r\x12\x1a\n\x12reservation_tokens\x18# \x01(\r\x12\x15\n\ranswer_format\x18$ \x01(\t\x12\x12\n\nadapter_id\x18% \x01(\t\x12\x16\n\x0estop_token_ids\x18( \x03(\r\x12=\n\x14unenforced_functions\x18) \x03(\x0b\x32\x1f.inflight.v1.UnenforcedFunction\x12\x1c\n\x14ignored_schema_words\x18* \x03(\t\x12\x17\n\x0fwants_resources\x18P \x01(\x08\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,5 +34,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'inflight.v1.resume_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ROUTERCONTEXT']._serialized_start=99
-  _globals['_ROUTERCONTEXT']._serialized_end=667
+  _globals['_ROUTERCONTEXT']._serialized_end=692
 # @@protoc_insertion_point(module_scope)

@@ -354,6 +354,7 @@ def _delivery(
         prompt_ids=submit.prompt_ids,
         wants_prompt_logprobs=submit.HasField("num_prompt_logprobs"),
         echoes=context.echo,
+        wants_resources=context.wants_resources,
         is_constrained=submit.HasField("constraint"),
         unattended_s=None if context.detach else kept_s or 0.0,
         kept_s=kept_s,

@@ -1,4 +1,5 @@
-"""The dashboard over HTTP: the page at `/`, its static files, the stream of statistics, and the timeline of a request.
+"""The dashboard over HTTP: the page at `/`, its static files, the stream of statistics, the timeline of a request, and
+today's usage.
 
 The stream is one message a line. Its caller is authenticated as that of a call, with the header `authorization: Bearer
 …`, and checked again while it runs: it ends within seconds after its key was withdrawn.
@@ -10,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import PurePosixPath
 
+from google.protobuf.json_format import MessageToDict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
@@ -24,6 +26,7 @@ from inflight.common.errors import Reason, RequestError
 from inflight.router.auth.caller import Authenticator, Caller, Metadata
 from inflight.router.dashboard.feed import Feed, Feeds
 from inflight.router.dashboard.watching import Seen, Watching, joined
+from inflight.v1 import inference_pb2
 
 CONTENT_TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -41,14 +44,18 @@ HEADERS = {
     "x-content-type-options": "nosniff",
 }
 STATUSES = {Reason.UNAUTHENTICATED: 401, Reason.NOT_ALLOWED: 403, Reason.UNKNOWN_TENANT: 403}
+# What a caller may see of the usage.
+UsageReader = Callable[[Caller, inference_pb2.GetUsageRequest], Awaitable[inference_pb2.GetUsageResponse]]
 # Timeout of the first message; a busy router answers later.
 FIRST_LINE_TIMEOUT_S = 10.0
 # Interval of checking a running stream's credential.
 RECHECK_S = 5.0
 
 
-def dashboard_routes(feeds: Feeds, authenticator: Authenticator, watching: Watching | None = None) -> list[BaseRoute]:
-    """Returns the routes: the page, its files under `/board/`, `/board/stats` and `/board/request`."""
+def dashboard_routes(
+    feeds: Feeds, authenticator: Authenticator, watching: Watching | None = None, usage: UsageReader | None = None
+) -> list[BaseRoute]:
+    """Returns the routes: the page, its files under `/board/`, `/board/stats`, `/board/request` and `/board/usage`."""
     watching = watching or Watching()
 
     async def stats(request: Request) -> ASGIApp:
@@ -57,9 +64,13 @@ def dashboard_routes(feeds: Feeds, authenticator: Authenticator, watching: Watch
     async def timeline(request: Request) -> Response:
         return _timeline(request, authenticator, watching)
 
+    async def used(request: Request) -> Response:
+        return await _usage(request, authenticator, usage)
+
     return [
         Route("/board/stats", stats, methods=["GET"]),
         Route("/board/request", timeline, methods=["GET"]),
+        Route("/board/usage", used, methods=["GET"]),
         *(_asset(path.name, path.read_bytes()) for path in _static_files()),
     ]
 
@@ -99,6 +110,20 @@ def _timeline(request: Request, authenticator: Authenticator, watching: Watching
     if found is None:
         return _refused(404, "this router has no timeline of this request")
     return JSONResponse(found, headers={**HEADERS, "cache-control": "no-store"})
+
+
+async def _usage(request: Request, authenticator: Authenticator, usage: UsageReader | None) -> Response:
+    """Returns today's usage that the caller may see, as `GetUsage` does."""
+    if _is_foreign(request):
+        return _refused(403, "requests from pages of other sites are refused")
+    found = inference_pb2.GetUsageResponse()
+    try:
+        caller = authenticator.identify(tuple(request.headers.items()))
+        if usage is not None:
+            found = await usage(caller, inference_pb2.GetUsageRequest())
+    except RequestError as error:
+        return _refusal(error)
+    return JSONResponse(MessageToDict(found), headers={**HEADERS, "cache-control": "no-store"})
 
 
 async def _stats(request: Request, feeds: Feeds, authenticator: Authenticator, watching: Watching) -> ASGIApp:

@@ -33,7 +33,8 @@ the ledger's clock.
 - `ageing` (zset): waiting request below the first class → when it moves up
 - `lengths` (hash): `tenant\\0size`, and `\\0size` for all tenants → histogram of output lengths; a tenant's histograms
   are deleted with the tenant
-- `preemptible` (zset): placed request below the first class → class and time; only if the first class may preempt
+- `preemptible` (zset): placed request of the last class, with `preempt_for_priority` of any but the first → its class
+  and time
 - `prefixes` `prefixes:old` (hash): prefix hash → executors that last got a prompt with this prefix, its tokens, and
   with recurrent layers until when its state counts as kept
 - `adapters` (hash): executor with adapter slots → the hashes of the adapters that it serves, and which are resident

@@ -33,6 +33,7 @@ class Delivery:
     prompt_ids: Sequence[int] = ()
     wants_prompt_logprobs: bool = False
     echoes: bool = False
+    wants_resources: bool = False
     is_constrained: bool = False
     unattended_s: float | None = 0.0
     kept_s: float | None = None

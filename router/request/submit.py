@@ -61,6 +61,7 @@ def router_context(request: inference_pb2.GenerateRequest, arrived: float) -> re
         wants_text=output.text if output.HasField("text") else True,
         wants_token_ids=output.token_ids,
         echo=output.echo,
+        wants_resources=output.resources,
         stream_interval=output.stream_interval or 1,
         detach=request.detach,
         arrived_unix_ms=unix_ms() - round((time.monotonic() - arrived) * 1000),

@@ -152,6 +152,8 @@ def unattended_s(delivery: Delivery | None, grace_s: float, most_s: float) -> fl
     return min(max(delivery.unattended_s, grace_s), most_s)
 
 
+# How long a client waits for what its request has used, after its end.
+RESOURCES_TIMEOUT_S = 2.0
 # Most prompt tokens in one event with log probabilities, which may have 20 top tokens each.
 SCORES_PER_EVENT = 256
 # Most prompt tokens in one event with their text.
@@ -519,6 +521,8 @@ class Relay:
             finished.parts.extend(wire_parts(self._parser.finish(), self._delivery.call_id))
             finished.num_tool_calls = self._parser.num_calls
         await self._send(inference_pb2.StreamEvent(finished=finished))
+        if self._delivery.wants_resources:
+            await self._stream.end_on_executor(RESOURCES_TIMEOUT_S)
         usage = types_pb2.Usage(
             prompt_tokens=self._delivery.accepted.prompt_tokens,
             cached_tokens=self._stream.num_cached_tokens,

@@ -13,6 +13,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, IntEnum, auto
 from typing import TypeVar
@@ -546,6 +547,13 @@ class RequestStream:
         first, last = self.clock.first_token, self.clock.last_token
         decode_s = None if first is None or last is None else last - first
         self.record.ended(outcome, len(self.output_ids), decode_s, is_error=is_error)
+
+    async def end_on_executor(self, timeout_s: float) -> None:
+        """Waits until a request with an end has ended on its executor, too, so that `used` is complete; at most
+        `timeout_s` seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.forgotten.wait()
 
     async def next(self, reader: Reader | None = None) -> News:
         """Waits for news and takes all of it. Raises `RequestError` TAKEN_OVER if another reader replaced this one."""

@@ -6,12 +6,13 @@ of a token there is one count and one observation for each delivery.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from inflight.common.errors import Reason
-from inflight.router.ledger.types import FIGURES, AccountUsage, LedgerCall
+from inflight.router.ledger.types import FIGURES, Account, AccountUsage, LedgerCall
 from inflight.router.telemetry.events import CLASS_NAMES, PlacedAt, RequestEnd, RequestFacts
 
 # The value of gen_ai.provider.name.
@@ -44,13 +45,27 @@ USAGE_COUNTERS = {
 }
 # The class of what no tenant is charged for.
 SYSTEM_CLASS = "system"
+# Of tenants that are not named in the settings, and of what no tenant is charged for.
+OTHER_TENANTS, SYSTEM_TENANT = "(others)", "(system)"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantCosts:
+    """The tenants whose usage has metrics of its own, and what it costs. `cost_of` returns the cost of so many
+    nanoseconds of an account, None without a price."""
+
+    tenants: frozenset[str]
+    currency: str
+    cost_of: Callable[[Account, int], float | None]
 
 
 class RouterMetrics:
     """The metrics of one router: a `inflight.router.telemetry.events.RequestObserver`. The calls of the ledger
     `ledger_called`."""
 
-    def __init__(self, registry: CollectorRegistry, models: Collection[str]) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, models: Collection[str], tenant_costs: TenantCosts | None = None
+    ) -> None:
         self._registry = registry
         per_class = ("model", "class")
         self.first_token = self._histogram(
@@ -104,6 +119,7 @@ class RouterMetrics:
         self.redis_errors = self._counter("inflight_redis_errors", "Failed ledger calls to Redis.", ("script",))
         self.redis_up = Gauge("inflight_redis_up", "1 if the latest ledger call succeeded, else 0.", registry=registry)
         self._usage = self._usage_counters()
+        self._tenant_usage = _TenantUsage(registry, tenant_costs)
         self._recorders: dict[tuple[str, str, str], _Measures] = {}
         per_model = (self.prompt_tokens, self.cached_tokens, self.output_tokens)
         for counter in (*per_model, self.extensions, self.resumed, self.incomplete):
@@ -140,6 +156,7 @@ class RouterMetrics:
         labels = (model, name, account.executor_class)
         for counter, figure, value in zip(self._usage, FIGURES, added.figures, strict=True):
             counter.labels(*labels).inc(value / USAGE_COUNTERS[figure][2])
+        self._tenant_usage.charged(model, account, added.figures[FIGURES.index("busy_ns")])
 
     def ledger_called(self, call: LedgerCall) -> None:
         """Records a finished call of the ledger."""
@@ -147,6 +164,30 @@ class RouterMetrics:
         if not call.succeeded:
             self.redis_errors.labels(call.script).inc()
         self.redis_up.set(call.succeeded)
+
+
+class _TenantUsage:
+    """The busy time and costs of tenants that the settings name."""
+
+    def __init__(self, registry: CollectorRegistry, costs: TenantCosts | None) -> None:
+        self._costs = costs
+        labels = ("model", "tenant")
+        self._busy = Counter(
+            "inflight_usage_tenant_busy_seconds", "Busy time of executors, by tenant.", labels, registry=registry
+        )
+        self._cost = Counter(
+            "inflight_usage_tenant_cost", "Cost of busy time, by tenant.", (*labels, "currency"), registry=registry
+        )
+
+    def charged(self, model: str, account: Account, busy_ns: int) -> None:
+        if self._costs is None:
+            return
+        tenant = account.tenant if account.tenant in self._costs.tenants else OTHER_TENANTS
+        tenant = SYSTEM_TENANT if account.is_system else tenant
+        self._busy.labels(model, tenant).inc(busy_ns / 1e9)
+        cost = self._costs.cost_of(account, busy_ns)
+        if cost is not None:
+            self._cost.labels(model, tenant, self._costs.currency).inc(cost)
 
 
 class _Measures:

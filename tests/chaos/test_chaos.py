@@ -30,6 +30,9 @@ def test_no_token_is_lost_or_comes_twice_whatever_dies(tmp_path: Path) -> None:
     num_requests, num_deaths = run_chaos(tmp_path, "--seconds", "16", *faults, "--executor-args=--speculation=ngram")
     assert num_requests > 20
     assert num_deaths >= 1
+    costs = json.loads((tmp_path / "chaos.json").read_text(encoding="utf-8"))["costs"]
+    assert costs["problems"] == []
+    assert costs["tenants_ns"] > 0
 
 
 def test_adapters_change_under_chaos_and_no_request_gets_another_version(tmp_path: Path) -> None:

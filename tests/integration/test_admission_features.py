@@ -245,6 +245,43 @@ async def test_request_whose_deadline_the_wait_misses_is_refused_or_expires_and_
 
 
 @pytest.mark.parametrize("num_standby", [0, 2])
+async def test_interactive_request_does_not_wait_for_the_end_of_a_batch_request(
+    redis_url: str, pool: str, num_standby: int
+) -> None:
+    """Requests of class batch have all seats and standby places, and more of them wait."""
+    shape = ExecutorShape(num_blocks=128, max_num_sequences=2, num_standby_sequences=num_standby)
+    async with run_cluster(redis_url, pool, shape=shape) as cluster:
+        router, executor = cluster.routers[0], cluster.executors[0]
+        executor.brake.hold()
+        batch = [
+            asyncio.create_task(
+                collect(router, token_request([1, n % 5], 50, request_id=f"batch-{n}", priority="PRIORITY_CLASS_BATCH"))
+            )
+            for n in range(6)
+        ]
+        executor.brake.permit(3)
+        dispatcher = router.pools.by_name[pool].dispatcher
+        async with asyncio.timeout(60):
+            while executor.scheduler.num_held < 2 + num_standby or executor.scheduler.num_running < 2:
+                executor.permit_for_commands(2)
+                await asyncio.sleep(0.02)
+        request = token_request([3], 4, request_id="urgent", priority="PRIORITY_CLASS_INTERACTIVE")
+        urgent = asyncio.create_task(collect(router, request))
+        async with asyncio.timeout(60):
+            while not ((stream := dispatcher.stream_of("urgent")) and stream.has_been_accepted):
+                executor.permit_for_commands(2)
+                await asyncio.sleep(0.02)
+            executor.brake.permit(5)  # of the 50 of a batch request
+            while not stream.output_ids:
+                await asyncio.sleep(0.02)
+        assert not any(one.done() for one in batch)
+        executor.brake.release()
+        assert ids_of(await urgent) == expected_ids([3], 4)
+        for n, one in enumerate(batch):
+            assert ids_of(await one) == expected_ids([1, n % 5], 50)
+
+
+@pytest.mark.parametrize("num_standby", [0, 2])
 async def test_waiting_request_of_a_higher_class_takes_the_seat_and_the_other_goes_on_later(
     redis_url: str, pool: str, num_standby: int
 ) -> None:

@@ -22,10 +22,10 @@ from starlette.applications import Starlette
 
 from inflight.common.http.port import HttpPort
 from inflight.router.auth.authenticator import Authentication
-from inflight.router.auth.caller import AnonymousAuthenticator, Authenticator
+from inflight.router.auth.caller import AnonymousAuthenticator, Authenticator, Caller
 from inflight.router.dashboard.feed import Feeds
 from inflight.router.dashboard.history import MODEL_FIELDS, ModelSample, row_of
-from inflight.router.dashboard.routes import dashboard_routes
+from inflight.router.dashboard.routes import UsageReader, dashboard_routes
 from inflight.router.dashboard.watching import Watching
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2, types_pb2
@@ -72,10 +72,12 @@ async def serve(
     authenticator: Authenticator | None = None,
     listen: str = "127.0.0.1:0",
     watching: Watching | None = None,
+    usage: UsageReader | None = None,
 ) -> Served:
     source = ScriptedStatistics(*messages)
     feeds = Feeds(source)
-    http = HttpPort(Starlette(routes=dashboard_routes(feeds, authenticator or AnonymousAuthenticator(), watching)))
+    routes = dashboard_routes(feeds, authenticator or AnonymousAuthenticator(), watching, usage)
+    http = HttpPort(Starlette(routes=routes))
     return Served(source, feeds, http, await http.start(listen))
 
 
@@ -84,8 +86,9 @@ async def board(
     *messages: inference_pb2.GetStatsResponse,
     authenticator: Authenticator | None = None,
     watching: Watching | None = None,
+    usage: UsageReader | None = None,
 ) -> AsyncIterator[Served]:
-    served = await serve(*messages, authenticator=authenticator, watching=watching)
+    served = await serve(*messages, authenticator=authenticator, watching=watching, usage=usage)
     try:
         yield served
     finally:
@@ -200,6 +203,35 @@ async def test_seat_tells_who_sits_there_to_keys_and_pointer(browser: Browser) -
         await seats.blur()
         await seats.hover(position={"x": 40, "y": 42})
         await expect(looked_at).to_have_text(re.compile("^Seat 1: acme"))
+        assert not complaints
+
+
+async def test_usage_of_today_is_summed_by_tenant_and_follows_the_model(browser: Browser) -> None:
+    def line(model: str, tenant: str, busy_s: float, output: int, cost: float | None) -> inference_pb2.UsageLine:
+        used = types_pb2.ResourceUsage(busy_ns=round(busy_s * 1e9), output_tokens=output)
+        return inference_pb2.UsageLine(model=model, tenant=tenant, is_system=not tenant, used=used, cost=cost)
+
+    lines = [
+        *(line("tiny", "acme", 3.0, 1200, 0.25), line("tiny", "acme", 4.5, 300, None)),
+        *(line("tiny", "globex", 90.0, 7, 12.5), line("other", "globex", 1.0, 1, None), line("tiny", "", 0.5, 0, None)),
+    ]
+
+    async def usage(caller: Caller, request: inference_pb2.GetUsageRequest) -> inference_pb2.GetUsageResponse:
+        return inference_pb2.GetUsageResponse(lines=lines, currency="EUR")
+
+    scene = Scene(2, 2)
+    scene.buses[0].model, scene.buses[1].model = "tiny", "other"
+    async with board(scene.message(), usage=usage) as served, opened(browser, served.url) as (page, complaints):
+        rows = page.locator("#costs tbody tr")
+        await expect(rows).to_have_text(
+            [
+                re.compile(r"globex91\.0 s812\.50"),
+                re.compile(r"acme7\.50 s1,5000\.25"),
+                re.compile(r"\(system\)500 ms0–"),
+            ]
+        )
+        await page.get_by_label("Model").select_option("other")
+        await expect(rows).to_have_text([re.compile(r"globex1\.00 s1–")])
         assert not complaints
 
 

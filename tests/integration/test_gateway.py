@@ -123,6 +123,12 @@ async def test_usage_says_what_executors_spent_where_it_is_asked_for(client: ope
 
     assert plain.usage is not None
     assert "resources" not in plain.usage.model_dump()
+    stopped = await client.completions.create(
+        model=pool, prompt=[1, 2], max_tokens=9, stop=words([1, 2], 9)[5:9], **asked
+    )
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.usage is not None
+    assert stopped.usage.model_dump()["resources"]["computed_prompt_tokens"] in (0, 2)
     for usage, num_output in ((whole.usage, 36), (last.usage, 9)):
         assert usage is not None
         resources = usage.model_dump()["resources"]

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from inflight.executor.serving import usage as reporting
 from inflight.router.settings import RouterSettings
 from inflight.v1 import inference_pb2, types_pb2
+from tests.integration.test_requests import expected_ids
 from tests.integration.test_stats import api_key, shown
 from tests.support.stack import cluster as clusters
 from tests.support.stack.cluster import (
@@ -212,3 +213,54 @@ async def test_days_that_are_none_are_refused(redis_url: str, pool: str, asked: 
             await lines_of(cluster.routers[0], **asked)
         assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert field in (refused.value.details() or "")
+
+
+async def mine_of(router: RunningRouter, executors: list[RunningExecutor]) -> list[types_pb2.ResourceUsage]:
+    return [line.used for line in await settled_lines(router, executors) if not line.is_system]
+
+
+@pytest.mark.parametrize("how", ["stop", "stop choices", "cancel", "deadline"])
+async def test_request_that_the_router_ends_has_its_figures_if_it_asks(redis_url: str, pool: str, how: str) -> None:
+    async with run_cluster(redis_url, pool) as cluster:
+        router, brake = cluster.routers[0], cluster.executors[0].brake
+        output = inference_pb2.OutputOptions(token_ids=True, resources=True)
+        request = token_request([1, 2, 3], 30, request_id="r", tenant="acme", output=output)
+        if how.startswith("stop"):
+            text = "".join(f"t{token}" for token in expected_ids([1, 2, 3], 30, b"acme\0"))
+            request.stopping.stop.append(text[8:14])
+            request.n = 2 if "choices" in how else 1
+        else:
+            brake.hold()
+        if how == "deadline":
+            request.deadlines.total.FromMilliseconds(300)
+        brake.permit(3)  # of 30
+        usage = types_pb2.Usage()
+        async for response in router.stub.Generate(request):
+            event = response.event
+            if how == "cancel" and event.HasField("delta"):
+                await router.stub.Cancel(inference_pb2.CancelRequest(request_id="r", tenant="acme"))
+                brake.release()
+            if how == "deadline" and event.HasField("finished"):
+                brake.release()  # the executor learns of the end after the client
+            usage.MergeFrom(event.done.usage)
+
+        (mine,) = await mine_of(router, cluster.executors)
+        for name in (*COUNTS, "busy_ns"):
+            assert getattr(usage.resources, name) == getattr(mine, name), name
+        assert mine.output_tokens >= usage.output_tokens > 0
+
+
+async def test_client_that_leaves_costs_no_usage(redis_url: str, pool: str) -> None:
+    async with run_cluster(redis_url, pool) as cluster:
+        executor = cluster.executors[0]
+        executor.brake.hold()
+        executor.brake.permit(3)
+        call = cluster.routers[0].stub.Generate(token_request([1, 2, 3], 30, tenant="acme"))
+        async for response in call:
+            if response.event.HasField("delta"):
+                break
+        call.cancel()
+        executor.brake.release()
+        (mine,) = await mine_of(cluster.routers[0], cluster.executors)
+        assert mine.computed_prompt_tokens == 3
+        assert mine.output_tokens >= 1

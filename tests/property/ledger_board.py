@@ -53,7 +53,14 @@ def _age(pool: Pool) -> None:
 
 
 def _may_offer(pool: Pool) -> bool:
-    return bool(pool.open_executors() or pool.claims or any(one.may_be_preempted for one in _placed(pool).values()))
+    return bool(pool.open_executors() or pool.claims or _may_preempt(pool))
+
+
+def _may_preempt(pool: Pool) -> bool:
+    """Without the setting only the last class gives way, and to others only."""
+    if not pool.settings.preempt_for_priority and all(pool.requests[name].class_ == 3 for name in pool.waiting()):
+        return False
+    return any(one.may_be_preempted for one in _placed(pool).values())
 
 
 def _placed(pool: Pool) -> dict[str, Request]:
@@ -129,7 +136,7 @@ def _handle_head_of_line(pool: Pool, name: str, caller_id: str) -> Dealt:
     request = pool.requests[name]
     if pool.executors and not pool.fits_somewhere(request):
         return _drop(pool, name, DropReason.NEVER_FITS)
-    if pool.settings.preempt_for_priority:
+    if pool.settings.preempt_for_priority or request.demand.priority_class < 3:
         _ask_others(pool, name, caller_id)
     if request.claim and not (pool.takes_work(request.claim) and pool.could_hold(request.claim, request)):
         pool.unclaim(name)

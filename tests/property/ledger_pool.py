@@ -538,7 +538,7 @@ class Pool:
         )
         request.is_adopted = False
         request.passed, request.asked_ms, request.estimate = 0, None, None
-        request.may_be_preempted = self.settings.preempt_for_priority and request.class_ > 1
+        request.may_be_preempted = request.class_ > (1 if self.settings.preempt_for_priority else 2)
         self.update_active()
 
     def lose(self, name: str, caller_id: str, *, executor_lives: bool = False) -> None:

@@ -38,6 +38,8 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         self.models = [inference_pb2.Model(name="smol", context_length=2048, has_chat_template=True, num_executors=1)]
         self.capacity = inference_pb2.GetCapacityResponse()
         self.usage = inference_pb2.GetUsageResponse(currency="EUR")
+        # What `Embed` makes of a text.
+        self.embedding: Callable[[str], list[float]] = lambda text: [float(len(text)), 1.0]
         self.standing = inference_pb2.GetRequestResponse()
         # What `GetStats` says, one message after the other without a wait; then it stays silent.
         self.stats: list[inference_pb2.GetStatsResponse] = []
@@ -101,6 +103,13 @@ class ScriptedRouter(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GetCapacityRequest, context: grpc.ServicerContext
     ) -> inference_pb2.GetCapacityResponse:
         return self.capacity
+
+    def Embed(self, request: inference_pb2.EmbedRequest, context: grpc.ServicerContext) -> inference_pb2.EmbedResponse:
+        self.requests.put(request)
+        results = [
+            inference_pb2.Pooled(values=self.embedding(one.text), prompt_tokens=len(one.text)) for one in request.inputs
+        ]
+        return inference_pb2.EmbedResponse(results=results)
 
     def GetUsage(
         self, request: inference_pb2.GetUsageRequest, context: grpc.ServicerContext

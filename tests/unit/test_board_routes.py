@@ -157,7 +157,9 @@ async def test_every_part_of_the_page_is_there_and_nothing_is_fetched_from_elsew
     paths = {
         getattr(route, "path", "") for route in dashboard_routes(Feeds(ScriptedStatistics()), AnonymousAuthenticator())
     }
-    assert paths == {"/", "/board/stats", "/board/request"} | {f"/board/{name}" for name in names - {"index.html"}}
+    assert paths == {"/", "/board/stats", "/board/request", "/board/usage"} | {
+        f"/board/{name}" for name in names - {"index.html"}
+    }
     for path in folder.iterdir():
         text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert "http://" not in text, path.name
@@ -347,6 +349,21 @@ async def test_timeline_of_a_request_is_for_its_tenant_and_operators(tmp_path: P
             body = json.loads(await reply.body())
             assert reply.status == status, query
             assert ("stages" in body) == (status == 200)
+
+
+async def test_usage_is_what_its_caller_may_see(tmp_path: Path) -> None:
+    async def usage(caller: Caller, request: inference_pb2.GetUsageRequest) -> inference_pb2.GetUsageResponse:
+        line = inference_pb2.UsageLine(tenant=caller.tenant or "", cost=1.5)
+        return inference_pb2.GetUsageResponse(lines=[line], currency="EUR")
+
+    routes = dashboard_routes(Feeds(ScriptedStatistics()), locked(tmp_path), None, usage)
+    app, key = Starlette(routes=routes), {"authorization": f"Bearer {KEY}"}
+    for headers, status in ((key, 200), ({}, 401), ({**key, "sec_fetch_site": "cross-site"}, 403)):
+        async with get(app, "/board/usage", **headers) as reply:
+            body = json.loads(await reply.body())
+            assert reply.status == status
+            expected = {"lines": [{"tenant": "acme", "cost": 1.5}], "currency": "EUR"}
+            assert (body == expected) == (status == 200)
 
 
 async def test_first_line_has_the_history_and_later_ones_what_is_new() -> None:

@@ -2,6 +2,7 @@
 
 import { BusCard } from "./bus.js";
 import { Charts } from "./charts.js";
+import { Costs } from "./costs.js";
 import { el, mark, say } from "./dom.js";
 import { EventList } from "./events.js";
 import { Figures } from "./figures.js";
@@ -40,6 +41,7 @@ class Page {
     this.history = new History();
     this.queue = new Queue(byId("queue"));
     this.usage = new Usage(byId("usage"));
+    this.costs = new Costs(byId("costs"));
     this.events = new EventList(byId("events"), byId("no-event"));
     this.charts = new Charts(byId("charts"), byId("charts-note"));
     this.requests = new RequestList({
@@ -92,7 +94,9 @@ class Page {
   take(message, isNewest) {
     this.history.take(message.board, performance.now());
     this.state.take(message);
-    if (isNewest && !document.hidden) this.render(!stillness.matches);
+    if (document.hidden) return;
+    this.costs.ask(this.headers, performance.now(), () => this.costs.show(this.model));
+    if (isNewest) this.render(!stillness.matches);
   }
 
   tell(name, why) {
@@ -126,6 +130,7 @@ class Page {
   clear() {
     this.state = new State();
     this.history.clear();
+    this.costs.clear();
     this.stream.wasLive = false;
     this.render(false);
   }
@@ -160,6 +165,7 @@ class Page {
     this.events.show(this.history.events, this.model);
     const summary = this.figures.show(seen, this.history, this.model);
     this.requests.show(this.history, this.model, now);
+    this.costs.show(this.model);
     this.showTimeline(now);
     if (now - this.chartsMs > 900 || !animate || this.chartsVersion !== this.history.version) {
       const tenants = this.history.tenants(this.model, MINUTE_MS);
@@ -182,12 +188,15 @@ class Page {
     this.showTimeline(performance.now());
   }
 
+  get headers() {
+    return this.stream.key === null ? {} : { authorization: `Bearer ${this.stream.key}` };
+  }
+
   async lookUp(request, key) {
     this.foundMs = performance.now();
     const query = new URLSearchParams({ model: request.model, tenant: request.tenant, id: request.id });
-    const headers = this.stream.key === null ? {} : { authorization: `Bearer ${this.stream.key}` };
     try {
-      const response = await fetch(new URL(`request?${query}`, import.meta.url), { headers, cache: "no-store" });
+      const response = await fetch(new URL(`request?${query}`, import.meta.url), { headers: this.headers, cache: "no-store" });
       const answer = await response.json();
       if (this.timeline.key !== key) return;
       if (response.ok) this.found = { ...answer, arrivedMs: performance.now() - answer.ageMs };

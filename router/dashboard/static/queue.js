@@ -76,13 +76,13 @@ export class Usage {
   }
 }
 
-function table(caption, names, rows) {
+export function table(caption, names, rows) {
   const head = names.map((name, at) => el("th", { scope: "col", class: at > 0 ? "number" : null }, name));
   const body = rows.map(([first, ...others]) => el("tr", {}, el("th", { scope: "row" }, first), ...others.map((cell) => el("td", { class: "number" }, cell))));
   return el("table", {}, el("caption", { class: "hidden" }, caption), el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body));
 }
 
-function who(tenant, under = "") {
+export function who(tenant, under = "") {
   const look = lookOf(tenant ?? "");
   const chip = el("span", { class: "chip", "data-colour": look.colour, "aria-hidden": "true" }, look.initials);
   return el("span", { class: "who" }, chip, el("span", {}, tenantWords(tenant), under ? el("small", {}, under) : ""));

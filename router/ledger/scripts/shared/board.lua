@@ -142,7 +142,8 @@ end
 -- Their owners hand them back, and then the request, which is first, gets the room, unless the executor is claimed by
 -- another.
 local function preempt_for(id, request)
-  if NOW - request.preempting < PREEMPTION_MS then
+  if NOW - request.preempting < PREEMPTION_MS
+    or not state.preempts and request.asked_class == NUM_CLASSES then -- one that moved up would take turns with others
     return
   end
   local lowest = (request.class + 1) * 1e13
@@ -181,12 +182,17 @@ local function preempt_for(id, request)
   return nil
 end
 
+-- Whether waiting requests may preempt placed ones.
+local function may_preempt()
+  return (state.preempts or state.waiting > state.waiting_by_class[NUM_CLASSES]) and redis.call('ZCARD', PREEMPTIBLE) > 0
+end
+
 -- Decides on a request that does not fit: 'drop' it, 'pass' it, or 'hold' the queue for it.
 local function handle_head_of_line(id, request)
   if not places.fits_somewhere(request) and redis.call('ZCARD', SIZES) > 0 then
     return drop('never_fits', id, request)
   end
-  local victims = state.preempts and preempt_for(id, request)
+  local victims = may_preempt() and preempt_for(id, request)
   for _, one in ipairs(victims or {}) do
     local victim = one[2]
     if not owners.reachable(victim.owner) then
@@ -263,7 +269,7 @@ function board.run()
   local passed, num_boarded = {}, 0
   for _ = 1, MAX_HEADS do
     if state.waiting == 0
-      or #claims == 0 and #places.roomiest(1) == 0 and not (state.preempts and redis.call('ZCARD', PREEMPTIBLE) > 0) then
+      or #claims == 0 and #places.roomiest(1) == 0 and not may_preempt() then
       return
     elseif num_boarded == MAX_BOARDED then
       break

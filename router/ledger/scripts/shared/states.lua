@@ -134,9 +134,14 @@ local function leave_queue(id, request)
   states.count_waiting(request, -1)
 end
 
+-- Whether a placed request gives way to a waiting one of a higher class. One of the last class always does.
+function states.is_preemptible(request)
+  return request.class == NUM_CLASSES or state.preempts and request.class > 1
+end
+
 local function leave_executor(id, request)
   write_later('ZREM', PLACEMENTS, placement_member(request.executor_id, request.attempt, id))
-  if state.preempts then
+  if states.is_preemptible(request) then
     redis.call('ZREM', PREEMPTIBLE, id)
   end
   local executor = load_executor(request.executor_id)
@@ -194,7 +199,7 @@ function states.seat(id, request, executor_id, attempt, blocks, cached)
   tenant.running = tenant.running + request.sequences
   save_tenant(request.tenant, tenant)
   write_later('ZADD', PLACEMENTS, '0', placement_member(executor_id, attempt, id))
-  if state.preempts and request.class > 1 then
+  if states.is_preemptible(request) then
     redis.call('ZADD', PREEMPTIBLE, request.class * 1e13 + NOW, id)
   end
   save_request(id, request)

@@ -28,14 +28,14 @@ class ContinuousEngine:
         self._num_received: dict[int, int] = {}
         if not hasattr(network, "init_continuous_batching"):
             raise CannotRun("this version of transformers has no continuous batching")
-        self._manager = network.init_continuous_batching(
+        self._batching = network.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=PAD_ID),
             continuous_batching_config=ContinuousBatchingConfig(
                 max_requests_per_batch=setup.seats,
                 num_blocks=None if torch.cuda.is_available() else setup.seats * _num_blocks(setup),
             ),
         )
-        self._manager.start()
+        self._batching.start()
         # What is made at the first step is not in the times.
         self.add(Request(0, list(range(3, 20)), 8, 0.0))
         while self._num_received[0] < 8:
@@ -46,13 +46,13 @@ class ContinuousEngine:
 
     def add(self, request: Request) -> None:
         self._num_received[request.id] = 0
-        self._manager.add_request(
+        self._batching.add_request(
             request.prompt_ids, request_id=str(request.id), max_new_tokens=request.output_tokens, streaming=True
         )
 
     def advance(self, wait_s: float | None) -> list[TokenBatch]:
         """Waits for one result, and takes those that are there too."""
-        result, tokens = self._manager.get_result(timeout=TIMEOUT_S if wait_s is None else wait_s), []
+        result, tokens = self._batching.get_result(timeout=TIMEOUT_S if wait_s is None else wait_s), []
         at_s = time.monotonic()
         while result is not None:
             if result.error is not None:
@@ -62,7 +62,7 @@ class ContinuousEngine:
             if num_new > 0:
                 self._num_received[number] += num_new
                 tokens.append((number, num_new))
-            result = self._manager.get_result(timeout=0.0)
+            result = self._batching.get_result(timeout=0.0)
         if wait_s is None and not tokens:
             raise RuntimeError(f"transformers' continuous batching produced nothing in {TIMEOUT_S:.0f} s")
         return [TokenBatch(at_s, tokens)] if tokens else []
@@ -72,7 +72,7 @@ class ContinuousEngine:
 
     def close(self) -> None:
         """Ends its thread."""
-        self._manager.stop(block=True)
+        self._batching.stop(block=True)
 
 
 class StaticEngine:

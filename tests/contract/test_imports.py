@@ -108,7 +108,7 @@ def test_package_does_not_import(package: str, forbidden: str) -> None:
 
 
 def test_torch_is_imported_only_under_executor_and_by_its_benchmarks() -> None:
-    allowed = ("executor/", "bench/engine/", "bench/gpu/")
+    allowed = ("executor/", "bench/engine/", "bench/gpu/", "bench/peers/transformers_driver.py")
     assert not {path for path in importers("torch", *PACKAGES) if not path.startswith(allowed)}
 
 

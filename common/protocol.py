@@ -10,6 +10,7 @@ edited message goes on from the last ones.
 from __future__ import annotations
 
 import hashlib
+import re
 from array import array
 from collections.abc import Iterable, Sequence
 
@@ -33,6 +34,10 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 256
 # Of one request, as in OpenAI's API; each choice is a sequence with a prompt of its own in the queue.
 MAX_CHOICES = 128
+# The content hash of an adapter. The ledger searches a text for it, so it must have no other characters.
+ADAPTER_HASH = re.compile("[0-9a-f]{64}")
+# Metadata of each stream of a `GenerateMany`; all other metadata is that of the call.
+TRACE_KEYS = frozenset({"traceparent", "tracestate"})
 # Of a request's sampling parameters.
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0

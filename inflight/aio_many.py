@@ -24,6 +24,7 @@ import grpc.aio
 
 from inflight.access import Metadata
 from inflight.common.cancellation import task_is_cancelled
+from inflight.common.protocol import TRACE_KEYS
 from inflight.errors import InflightError, client_closed, from_rpc_error, from_status
 from inflight.recovery import Call
 from inflight.v1 import inference_pb2
@@ -43,8 +44,6 @@ UNIMPLEMENTED_S = 60.0
 UNSENT_MESSAGE = "Internal error from Core"
 # How often to check for the server's status, and the time between the checks.
 STATUS_POLLS, STATUS_POLL_S = 1000, 0.001
-
-TRACE_KEYS = frozenset({"traceparent", "tracestate"})
 
 
 class StreamFailed(grpc.RpcError):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from inflight.notebook import html
-from inflight.v1 import inference_pb2, stats_pb2, types_pb2
+from inflight.v1 import inference_pb2
+
+Value = TypeVar("Value")
 
 
 class RequestState(Enum):
@@ -204,109 +209,78 @@ class Capacity:
         return html.table(("executor", "model", "seats", "blocks"), rows, f"{self.num_queued} wait")
 
 
+def decode(kind: type[Value], wire: Message, **others: object) -> Value:
+    """Returns the dataclass of a message whose fields have the same names; `others` are those that have not.
+
+    A field that is not set is None where the class allows it. Enum values are names as `enum_name` returns them.
+    """
+    found: dict[str, Any] = {}
+    for one in fields(kind):  # type: ignore[arg-type]  # a dataclass
+        if one.name in others:
+            continue
+        described = wire.DESCRIPTOR.fields_by_name[one.name]
+        value = getattr(wire, one.name)
+        if described.has_presence and "None" in str(one.type) and not wire.HasField(one.name):
+            value = None
+        elif described.enum_type is not None:
+            value = enum_name(wire, one.name)
+        elif str(one.type).startswith("tuple"):
+            value = tuple(value)
+        found[one.name] = value
+    return kind(**found, **others)
+
+
+def enum_name(wire: Message, name: str) -> str:
+    """Returns the name of the value of an enum field, in lower case and without that of its type; the number if this
+    version does not know the value."""
+    enum, value = wire.DESCRIPTOR.fields_by_name[name].enum_type, getattr(wire, name)
+    assert enum is not None
+    known = enum.values_by_number
+    prefix = known[0].name.removesuffix("UNSPECIFIED")
+    return str(known[value].name.removeprefix(prefix).lower()) if value in known else str(value)
+
+
 def decode_models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
     """Returns the models in a response."""
     return tuple(
-        Model(
-            name=model.name,
-            context_length=model.context_length,
-            vocabulary_size=model.vocabulary_size,
-            eos_token_ids=tuple(model.eos_token_ids),
-            has_chat_template=model.has_chat_template,
-            num_executors=model.num_executors,
-            adapters=tuple(
-                Adapter(one.name, one.hash, one.rank, one.num_executors, one.num_resident) for one in model.adapters
-            ),
-            pooling=_decode_pooling(model.pooling) if model.HasField("pooling") else None,
+        decode(
+            Model,
+            model,
+            adapters=tuple(decode(Adapter, one) for one in model.adapters),
+            pooling=decode(Pooling, model.pooling) if model.HasField("pooling") else None,
         )
         for model in response.models
     )
 
 
-def _decode_pooling(pooling: types_pb2.Pooling) -> Pooling:
-    kind = types_pb2.PoolingKind.Name(pooling.kind).removeprefix("POOLING_KIND_").lower()
-    return Pooling(kind, pooling.size, pooling.is_normalized, pooling.is_only)
-
-
 def decode_capacity(response: inference_pb2.GetCapacityResponse) -> Capacity:
     """Returns the capacity in a response."""
-    executors = tuple(decode_executor(executor) for executor in response.executors)
-    queues = tuple(
-        QueueDepth(
-            queue.model, enum_name(types_pb2.PriorityClass, queue.priority, "PRIORITY_CLASS_"), queue.num_requests
-        )
-        for queue in response.queues
+    return Capacity(
+        tuple(decode_executor(executor) for executor in response.executors),
+        tuple(decode(QueueDepth, queue) for queue in response.queues),
+        tuple(decode(VariantCapacity, variant) for variant in response.variants),
+        tuple(decode(EstimateQuality, one) for one in response.estimates),
+        tuple(decode(UnusedExecutor, one) for one in response.unused),
     )
-    estimates = tuple(
-        EstimateQuality(one.model, one.num_estimates, one.mean_error, one.correction) for one in response.estimates
-    )
-    unused = tuple(UnusedExecutor(one.executor_id, one.model, one.address, one.reason) for one in response.unused)
-    return Capacity(executors, queues, tuple(_variant(variant) for variant in response.variants), estimates, unused)
 
 
 def decode_standing(response: inference_pb2.GetRequestResponse) -> RequestStanding:
     """Returns the state of a request in a response."""
     wait_s = response.estimated_wait.ToNanoseconds() / 1e9 if response.HasField("estimated_wait") else None
-    return RequestStanding(
-        request_id=response.request_id,
-        state=decode_state(response.state),
-        position=response.position,
-        waiting_for=response.waiting_for,
-        wait_reason=enum_name(inference_pb2.WaitReason, response.wait_reason, "WAIT_REASON_"),
-        estimated_wait_s=wait_s,
-        needed_blocks=response.needed_blocks,
-        available_blocks=response.available_blocks,
-        times_passed=response.times_passed,
-        priority=enum_name(types_pb2.PriorityClass, response.priority, "PRIORITY_CLASS_"),
-        executor_id=response.executor_id,
-        output_tokens=response.output_tokens,
-        variant=response.variant,
-        step_constraint=enum_name(types_pb2.StepConstraint, response.step_constraint, "STEP_CONSTRAINT_"),
-    )
+    return decode(RequestStanding, response, state=decode_state(response.state), estimated_wait_s=wait_s)
 
 
 def decode_state(state: inference_pb2.RequestState) -> RequestState:
     """Returns the state; `UNKNOWN` for a state that this version does not know."""
-    name = enum_name(inference_pb2.RequestState, state, "REQUEST_STATE_")
-    return RequestState(name) if name in {known.value for known in RequestState} else RequestState.UNKNOWN
+    names = inference_pb2.RequestState
+    known = {names.Value(f"REQUEST_STATE_{one.name}"): one for one in RequestState if one is not RequestState.UNKNOWN}
+    return known.get(state, RequestState.UNKNOWN)
 
 
 def decode_executor(wire: inference_pb2.ExecutorCapacity) -> ExecutorCapacity:
     """Returns the capacity of one executor in a response."""
-    return ExecutorCapacity(
-        executor_id=wire.executor_id,
-        model=wire.model,
-        accepting=wire.accepting,
-        seats_total=wire.seats_total,
-        seats_used=wire.seats_used,
-        num_waiting=wire.num_waiting,
-        blocks_total=wire.blocks_total,
-        blocks_used=wire.blocks_used,
-        blocks_reserved=wire.blocks_reserved,
-        blocks_cached=wire.blocks_cached,
-        block_size=wire.block_size,
-        output_tokens_per_s=wire.output_tokens_per_s,
-        step_ms=wire.step_ms,
-        batching=enum_name(types_pb2.BatchingMode, wire.batching, "BATCHING_MODE_"),
-        num_steps=wire.num_steps,
-        device_busy_s=_measured(wire, "device_busy_s"),
-        elapsed_s=_measured(wire, "elapsed_s"),
-        scheduler_policy=enum_name(types_pb2.SchedulerPolicy, wire.scheduler_policy, "SCHEDULER_POLICY_"),
-        reserve_quantile=_measured(wire, "reserve_quantile"),
-        num_preemptions=wire.num_preemptions,
-        computed_tokens=wire.computed_tokens,
-        recomputed_tokens=wire.recomputed_tokens,
-        num_preempted=wire.num_preempted,
-        host_blocks_used=wire.host_blocks_used,
-        host_blocks_total=wire.host_blocks_total,
-        constraint=enum_name(types_pb2.StepConstraint, wire.constraint, "STEP_CONSTRAINT_"),
-        bounds={
-            enum_name(types_pb2.StepConstraint, bound.constraint, "STEP_CONSTRAINT_"): bound.num_steps
-            for bound in wire.bounds
-        },
-        steps_per_s=_measured(wire, "steps_per_s"),
-        tokens_per_draft=tokens_per_draft(wire),
-    )
+    bounds = {enum_name(bound, "constraint"): bound.num_steps for bound in wire.bounds}
+    return decode(ExecutorCapacity, wire, bounds=bounds, tokens_per_draft=tokens_per_draft(wire))
 
 
 def tokens_per_draft(wire: inference_pb2.ExecutorCapacity) -> float | None:
@@ -314,42 +288,3 @@ def tokens_per_draft(wire: inference_pb2.ExecutorCapacity) -> float | None:
     did."""
     drafts = wire.drafts
     return 1 + drafts.num_accepted / drafts.num_drafts if drafts.num_drafts else None
-
-
-def _variant(wire: inference_pb2.VariantCapacity) -> VariantCapacity:
-    return VariantCapacity(
-        model=wire.model,
-        variant=wire.variant,
-        share=wire.share,
-        num_requests=wire.num_requests,
-        num_refused=wire.num_refused,
-        num_ended=wire.num_ended,
-        output_tokens=wire.output_tokens,
-        ttft_p50_ms=_measured(wire, "ttft_p50_ms"),
-        ttft_p99_ms=_measured(wire, "ttft_p99_ms"),
-        inter_token_p50_ms=_measured(wire, "inter_token_p50_ms"),
-        inter_token_p99_ms=_measured(wire, "inter_token_p99_ms"),
-    )
-
-
-def _measured(wire: inference_pb2.ExecutorCapacity | inference_pb2.VariantCapacity, field_name: str) -> float | None:
-    """Returns a value, or None if it was not measured."""
-    return float(getattr(wire, field_name)) if wire.HasField(field_name) else None
-
-
-def enum_name(
-    enum: type[
-        types_pb2.BatchingMode
-        | types_pb2.PriorityClass
-        | types_pb2.SchedulerPolicy
-        | types_pb2.StepConstraint
-        | inference_pb2.RequestState
-        | inference_pb2.WaitReason
-        | stats_pb2.SequencePhase
-    ],
-    value: int,
-    prefix: str,
-) -> str:
-    """Returns the name of a value without the prefix, in lower case; its number if this version does not know it."""
-    known: dict[int, str] = {number: name for name, number in enum.items()}
-    return known[value].removeprefix(prefix).lower() if value in known else str(value)

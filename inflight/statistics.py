@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 
 from google.protobuf import json_format
 
-from inflight.catalogue import ExecutorCapacity, decode_executor, enum_name
+from inflight.catalogue import ExecutorCapacity, decode, decode_executor, enum_name
 from inflight.events import Resources, decode_resources
 from inflight.notebook import html
-from inflight.v1 import inference_pb2, stats_pb2, types_pb2
+from inflight.v1 import inference_pb2, stats_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,8 @@ def decode_stats(wire: inference_pb2.GetStatsResponse) -> Statistics:
         router_id=wire.router_id,
         time=_time(wire.timestamp_ms),
         executors=tuple(_executor(executor) for executor in wire.executors),
-        queues=tuple(_queue(queue) for queue in wire.queues),
-        latencies=tuple(_latency(latency) for latency in wire.latencies),
+        queues=tuple(decode(TenantQueue, one, longest_wait_s=one.longest_wait_ms / 1000) for one in wire.queues),
+        latencies=tuple(decode(ModelLatency, latency) for latency in wire.latencies),
         wire=wire,
     )
 
@@ -172,7 +172,16 @@ def _executor(wire: inference_pb2.ExecutorStats) -> ExecutorStatistics:
     return ExecutorStatistics(
         capacity=decode_executor(wire.capacity),
         iterations=tuple(_iteration(iteration) for iteration in wire.iterations),
-        sequences=tuple(_sequence(sequence) for sequence in wire.sequences),
+        sequences=tuple(
+            decode(
+                SequenceOnExecutor,
+                sequence,
+                choice=sequence.choice_index,
+                blocks=sequence.num_blocks,
+                blocks_reserved=sequence.reserved_blocks,
+            )
+            for sequence in wire.sequences
+        ),
     )
 
 
@@ -202,46 +211,7 @@ def _iteration(wire: stats_pb2.IterationStats) -> Iteration:
         blocks_evictable=kv.evictable_num_blocks,
         blocks_reserved=kv.reserved_num_blocks,
         cache_hit_rate=kv.cache_hit_rate,
-        constraint=enum_name(types_pb2.StepConstraint, wire.constraint, "STEP_CONSTRAINT_"),
-    )
-
-
-def _sequence(wire: stats_pb2.SequenceStats) -> SequenceOnExecutor:
-    return SequenceOnExecutor(
-        request_id=wire.request_id,
-        choice=wire.choice_index,
-        tenant=wire.tenant,
-        phase=enum_name(stats_pb2.SequencePhase, wire.phase, "SEQUENCE_PHASE_"),
-        seat=wire.seat if wire.HasField("seat") else None,
-        prompt_tokens=wire.prompt_tokens,
-        computed_tokens=wire.computed_tokens,
-        output_tokens=wire.output_tokens,
-        blocks=wire.num_blocks,
-        blocks_reserved=wire.reserved_blocks,
-    )
-
-
-def _queue(wire: inference_pb2.TenantQueue) -> TenantQueue:
-    return TenantQueue(
-        model=wire.model,
-        tenant=wire.tenant,
-        priority=enum_name(types_pb2.PriorityClass, wire.priority, "PRIORITY_CLASS_"),
-        num_requests=wire.num_requests,
-        num_tokens=wire.num_tokens,
-        longest_wait_s=wire.longest_wait_ms / 1000,
-    )
-
-
-def _latency(wire: inference_pb2.ModelLatency) -> ModelLatency:
-    return ModelLatency(
-        model=wire.model,
-        num_ended=wire.num_ended,
-        num_refused=wire.num_refused,
-        output_tokens_per_s=wire.output_tokens_per_s,
-        ttft_p50_ms=wire.ttft_p50_ms if wire.HasField("ttft_p50_ms") else None,
-        ttft_p99_ms=wire.ttft_p99_ms if wire.HasField("ttft_p99_ms") else None,
-        inter_token_p50_ms=wire.inter_token_p50_ms if wire.HasField("inter_token_p50_ms") else None,
-        inter_token_p99_ms=wire.inter_token_p99_ms if wire.HasField("inter_token_p99_ms") else None,
+        constraint=enum_name(wire, "constraint"),
     )
 
 
@@ -279,14 +249,5 @@ def decode_usage(response: inference_pb2.GetUsageResponse) -> TenantUsage:
 
 
 def _line(line: inference_pb2.UsageLine) -> UsageLine:
-    return UsageLine(
-        day=line.day,
-        model=line.model,
-        tenant=line.tenant,
-        priority="" if line.is_system else enum_name(types_pb2.PriorityClass, line.priority, "PRIORITY_CLASS_"),
-        adapter=line.adapter,
-        executor_class=line.executor_class,
-        is_system=line.is_system,
-        used=decode_resources(line.used),
-        cost=line.cost if line.HasField("cost") else None,
-    )
+    priority = "" if line.is_system else enum_name(line, "priority")
+    return decode(UsageLine, line, priority=priority, used=decode_resources(line.used))

@@ -23,19 +23,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 from inflight.common.time_of_day import unix_day
 from inflight.executor.device import is_lost
 from inflight.executor.engine.accounting import Accounting, AccountTotal
-from inflight.executor.engine.commands import (
-    CancelCommand,
-    Command,
-    DrainCommand,
-    ListCommand,
-    PreparedCommand,
-    StopCommand,
-    SubmitCommand,
-)
 from inflight.executor.engine.deadlines import DeadlineHeap
 from inflight.executor.engine.gc import GarbageCollection
 from inflight.executor.engine.output import EngineOutput, EngineStatus, HeldSequences, step_record
@@ -57,6 +49,9 @@ MAX_FAILURES = 16
 # Commands that are executed before a step. A submit takes about 15 µs, so a burst delays the running sequences by at
 # most 2 ms per step. It is more than the sequences that most executors hold, which can be cancelled all at once.
 MAX_COMMANDS = 128
+
+Command = Callable[[EngineOutput], None]
+"""Runs on the engine's thread, and adds its answer to the output of the turn."""
 
 
 class Engine:
@@ -113,28 +108,28 @@ class Engine:
         """Offers a sequence with a deadline `time_left_ms` from now. The answer comes through `publish`."""
         if time_left_ms is not None:
             sequence.deadline_ms = self._now_ms() + time_left_ms
-        self._inbox.put(SubmitCommand(sequence))
+        self._inbox.put(partial(self._offer, sequence))
 
     def mark_prepared(self, sequence: Sequence, error: str = "") -> None:
         """Makes a submitted sequence eligible to board once its grammar is compiled, or ends it with an error."""
-        self._inbox.put(PreparedCommand(sequence, error))
+        self._inbox.put(partial(self._mark_prepared, sequence, error))
 
     def cancel(self, request_id: str, attempt: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Ends a sequence if this attempt is still held. Its end comes through `publish`."""
-        self._inbox.put(CancelCommand(request_id, attempt, reason))
+        self._inbox.put(partial(self._cancel, request_id, attempt, reason))
 
     def drain(self) -> None:
         """Refuses every further submit."""
-        self._inbox.put(DrainCommand())
+        self._inbox.put(self._drain)
 
     def list_sequences(self) -> None:
         """Requests the list of held sequences, which comes through `publish`."""
-        self._inbox.put(ListCommand())
+        self._inbox.put(self._list_sequences)
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Ends the thread after the steps in flight and waits for it at most `timeout_s`. Returns whether it has
-        ended."""
-        self._inbox.put(StopCommand())
+        """Ends the thread after the steps in flight and waits for it at most `timeout_s`. Returns whether it has ended.
+        Held sequences get no end: their routers see the streams break and place them elsewhere."""
+        self._inbox.put(self._stop)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -215,22 +210,20 @@ class Engine:
             self._parts.begin(now_s)
         with suppress(queue.Empty):
             for _ in range(MAX_COMMANDS):
-                self._execute(self._inbox.get_nowait(), output)
+                self._inbox.get_nowait()(output)
         return output
 
     def _wait(self, output: EngineOutput) -> None:
         """Waits for a command. Sequences that are being prepared may have deadlines."""
         timeout_s = None if self._scheduler.is_idle else self._deadlines.time_left_s(self._clock() * 1000)
         with suppress(queue.Empty):
-            self._execute(self._inbox.get(timeout=timeout_s), output)
+            self._inbox.get(timeout=timeout_s)(output)
 
     def _expire(self, output: EngineOutput) -> None:
         """Ends the sequences whose deadline has passed. A sequence that has ended already is not found."""
         if len(self._deadlines):
             for request_id, attempt in self._deadlines.take_due(self._now_ms()):
-                event = self._scheduler.cancel(request_id, attempt, FinishReason.DEADLINE)
-                if event is not None:
-                    output.finished.append(event)
+                self._cancel(request_id, attempt, FinishReason.DEADLINE, output)
 
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)
@@ -260,34 +253,37 @@ class Engine:
         if output.status is not None or output.sequences is not None:
             self._publish(output)
 
-    def _execute(self, command: Command, output: EngineOutput) -> None:
-        match command:
-            case SubmitCommand(sequence):
-                refusal = self._scheduler.offer(sequence)
-                output.finished.extend(self._scheduler.take_finished())
-                if refusal is None:
-                    output.accepted.append(sequence)
-                    self._deadlines.add(sequence, self._scheduler.held())
-                    self._standby.refilled(self._clock())
-                    self._make_way(output)
-                else:
-                    output.rejected.append((sequence, refusal))
-            case PreparedCommand(sequence, error):
-                event = self._scheduler.mark_prepared(sequence, error)
-                if event is not None:
-                    output.finished.append(event)
-                self._held.update((sequence,))
-            case CancelCommand(request_id, attempt, reason):
-                event = self._scheduler.cancel(request_id, attempt, reason)
-                if event is not None:
-                    output.finished.append(event)
-            case DrainCommand():
-                self._scheduler.drain()
-                self._publish(EngineOutput(self.num_steps, status=self._status()))
-            case StopCommand():
-                self._stopping = True
-            case ListCommand():
-                output.sequences = self._scheduler.seating.snapshot()
+    def _offer(self, sequence: Sequence, output: EngineOutput) -> None:
+        refusal = self._scheduler.offer(sequence)
+        output.finished.extend(self._scheduler.take_finished())
+        if refusal is None:
+            output.accepted.append(sequence)
+            self._deadlines.add(sequence, self._scheduler.held())
+            self._standby.refilled(self._clock())
+            self._make_way(output)
+        else:
+            output.rejected.append((sequence, refusal))
+
+    def _mark_prepared(self, sequence: Sequence, error: str, output: EngineOutput) -> None:
+        event = self._scheduler.mark_prepared(sequence, error)
+        if event is not None:
+            output.finished.append(event)
+        self._held.update((sequence,))
+
+    def _cancel(self, request_id: str, attempt: int, reason: FinishReason, output: EngineOutput) -> None:
+        event = self._scheduler.cancel(request_id, attempt, reason)
+        if event is not None:
+            output.finished.append(event)
+
+    def _drain(self, output: EngineOutput) -> None:
+        self._scheduler.drain()
+        self._publish(EngineOutput(self.num_steps, status=self._status()))
+
+    def _list_sequences(self, output: EngineOutput) -> None:
+        output.sequences = self._scheduler.seating.snapshot()
+
+    def _stop(self, output: EngineOutput) -> None:
+        self._stopping = True
 
     def _make_way(self, output: EngineOutput) -> None:
         """Hands sequences of class batch back to their routers whose seats others wait for."""

@@ -125,28 +125,16 @@ class Reporter:
 
 
 CONSTRAINT_PROTO: dict[StepConstraint, types_pb2.StepConstraint] = {
-    StepConstraint.NO_WORK: types_pb2.STEP_CONSTRAINT_NO_WORK,
-    StepConstraint.SEATS: types_pb2.STEP_CONSTRAINT_SEATS,
-    StepConstraint.BLOCKS: types_pb2.STEP_CONSTRAINT_BLOCKS,
-    StepConstraint.TOKENS: types_pb2.STEP_CONSTRAINT_TOKENS,
-    StepConstraint.PACE: types_pb2.STEP_CONSTRAINT_PACE,
-    StepConstraint.STATIC_BATCH: types_pb2.STEP_CONSTRAINT_STATIC_BATCH,
-    StepConstraint.TWIN: types_pb2.STEP_CONSTRAINT_TWIN,
+    one: getattr(types_pb2, f"STEP_CONSTRAINT_{one.name}") for one in StepConstraint
 }
 
 PHASE_PROTO: dict[SequencePhase, stats_pb2.SequencePhase] = {
-    SequencePhase.STANDBY: stats_pb2.SEQUENCE_PHASE_STANDBY,
-    SequencePhase.PREPARING: stats_pb2.SEQUENCE_PHASE_PREPARING,
-    SequencePhase.PREFILL: stats_pb2.SEQUENCE_PHASE_PREFILL,
-    SequencePhase.DECODE: stats_pb2.SEQUENCE_PHASE_DECODE,
-    SequencePhase.PREEMPTED: stats_pb2.SEQUENCE_PHASE_PREEMPTED,
+    one: getattr(stats_pb2, f"SEQUENCE_PHASE_{one.name}") for one in SequencePhase
 }
 
 
 POOLING_PROTO: dict[PoolingKind, types_pb2.PoolingKind] = {
-    PoolingKind.LAST: types_pb2.POOLING_KIND_LAST,
-    PoolingKind.MEAN: types_pb2.POOLING_KIND_MEAN,
-    PoolingKind.SCORE: types_pb2.POOLING_KIND_SCORE,
+    one: getattr(types_pb2, f"POOLING_KIND_{one.name}") for one in PoolingKind
 }
 
 
@@ -183,35 +171,21 @@ def states_proto(states: StateCounts) -> types_pb2.RecurrentStates:
     )
 
 
+# The numbers of a status that a report has under the same name.
+FIGURES = tuple(
+    field.name
+    for field in executor_pb2.Report.DESCRIPTOR.fields
+    if field.message_type is None and field.enum_type is None and field.name in EngineStatus.__dataclass_fields__
+)
+
+
 def report_of(seq: int, status: EngineStatus, held: Iterable[ReportedSequence], rates: Rates) -> executor_pb2.Report:
     """Makes a report. `held` are the sequences that the ledger should count as held."""
     report = executor_pb2.Report(
         seq=seq,
-        budget_blocks=status.budget_blocks,
-        saved_blocks=status.saved_blocks,
-        total_blocks=status.total_blocks,
-        used_blocks=status.used_blocks,
-        cached_blocks=status.cached_blocks,
-        budget_sequences=status.budget_sequences,
-        num_running=status.num_running,
-        num_waiting=status.num_waiting,
-        waiting_prefill_tokens=status.waiting_prefill_tokens,
-        draining=status.draining,
-        step_ms=status.step_ms,
         output_tokens_per_s=rates.output_tokens_per_s,
         steps_per_s=rates.steps_per_s,
-        prefill_tokens_per_s=status.prefill_tokens_per_s,
-        num_steps=status.num_steps,
-        exposed_host_ms=status.exposed_host_ms,
-        device_busy_fraction=status.device_busy_fraction,
-        device_busy_s=status.device_busy_s,
-        elapsed_s=status.elapsed_s,
-        num_preempted=status.num_preempted,
-        num_preemptions=status.num_preemptions,
-        computed_tokens=status.computed_tokens,
-        recomputed_tokens=status.recomputed_tokens,
-        used_host_blocks=status.used_host_blocks,
-        reserve_quantile=status.reserve_quantile,
+        **{name: getattr(status, name) for name in FIGURES},
         bounds=[
             types_pb2.StepBound(constraint=CONSTRAINT_PROTO[constraint], num_steps=num_steps)
             for constraint, num_steps in status.bounds

@@ -34,20 +34,11 @@ from inflight.executor.serving.usage import used_proto
 from inflight.v1 import executor_pb2, types_pb2
 
 FINISH_REASON_PROTO: dict[FinishReason, types_pb2.FinishReason] = {
-    FinishReason.STOP_TOKEN: types_pb2.FINISH_REASON_STOP_TOKEN,
-    FinishReason.STOP_STRING: types_pb2.FINISH_REASON_STOP_STRING,
-    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: types_pb2.FINISH_REASON_CANCELLED,
-    FinishReason.DEADLINE: types_pb2.FINISH_REASON_DEADLINE,
-    FinishReason.PREEMPTED: types_pb2.FINISH_REASON_PREEMPTED,
-    FinishReason.ERROR: types_pb2.FINISH_REASON_ERROR,
+    one: getattr(types_pb2, f"FINISH_REASON_{one.name}") for one in FinishReason
 }
 
 REJECT_REASON_PROTO: dict[Refusal, executor_pb2.RejectReason] = {
-    Refusal.NO_CAPACITY: executor_pb2.REJECT_REASON_NO_CAPACITY,
-    Refusal.STALE_ATTEMPT: executor_pb2.REJECT_REASON_STALE_ATTEMPT,
-    Refusal.DRAINING: executor_pb2.REJECT_REASON_DRAINING,
-    Refusal.INVALID: executor_pb2.REJECT_REASON_INVALID,
+    one: getattr(executor_pb2, f"REJECT_REASON_{one.name}") for one in Refusal
 }
 
 # Most answers that wait for a router that does not read; each has about 100 bytes.

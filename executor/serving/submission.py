@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
@@ -13,6 +12,7 @@ import numpy as np
 from inflight.common.grammar import grammar_violation
 from inflight.common.parameters import NEUTRAL_SAMPLING, SAMPLING_NUMBERS
 from inflight.common.protocol import (
+    ADAPTER_HASH,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_IDS,
     MAX_BAD_WORD_SEQUENCES,
@@ -42,8 +42,6 @@ MAX_REQUEST_ID_CHARACTERS = 512
 # Below it a row is greedy, as in vLLM: divided by less, logits leave the range of float32, and backends would differ.
 # Rounded as the protocol's values are.
 MIN_TEMPERATURE = float(np.float32(1e-5))
-
-ADAPTER_HASH = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from inflight.common.errors import FieldViolation
 from inflight.common.grammar import grammar_hash
 from inflight.common.parameters import MAX_DEADLINE_S, MAX_STREAM_INTERVAL
 from inflight.common.protocol import (
+    ADAPTER_HASH,
     MAX_CHOICES,
     MAX_DRAFTS,
     MAX_FRAME_INTERVAL,
@@ -19,7 +20,7 @@ from inflight.common.protocol import (
     MAX_INTER_TOKEN_TARGET_MS,
     MAX_TOP_LOGPROBS,
 )
-from inflight.router.request.executor_context import ADAPTER_HASH, FrameError, context_of
+from inflight.router.request.executor_context import FrameError, context_of
 from inflight.router.request.submit import ModelLimits
 from inflight.router.request.validation import (
     MAX_NAME_CHARACTERS,

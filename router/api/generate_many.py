@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from google.rpc import code_pb2, status_pb2
 
 from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
+from inflight.common.protocol import TRACE_KEYS
 from inflight.common.rpc.status import Unparsed, to_rpc_status
 from inflight.router.auth.caller import Metadata
 from inflight.router.stream.relay import EventWriter, OnWritten, TimedWriter, stalled
@@ -33,7 +34,6 @@ Serve = Callable[[Message, EventWriter], Awaitable[None]]
 """Serves a stream from the message that starts it to its end. Raises `RequestError`, or `TimeoutError` at its
 deadline."""
 
-TRACE_KEYS = frozenset({"traceparent", "tracestate"})
 # A client that sends messages and reads no updates is not read either, beyond so many updates.
 MAX_WAITING = 1000
 # The most bytes of a number.

@@ -15,15 +15,7 @@ REQUEST_STATE_PROTO: dict[LedgerState, inference_pb2.RequestState] = {
 }
 
 WAIT_REASON_PROTO: dict[WaitReason, inference_pb2.WaitReason] = {
-    WaitReason.BLOCKS: inference_pb2.WAIT_REASON_BLOCKS,
-    WaitReason.SEAT: inference_pb2.WAIT_REASON_SEAT,
-    WaitReason.FAIRNESS: inference_pb2.WAIT_REASON_FAIRNESS,
-    WaitReason.ORDER: inference_pb2.WAIT_REASON_ORDER,
-    WaitReason.CLASS: inference_pb2.WAIT_REASON_CLASS,
-    WaitReason.TENANT_LIMIT: inference_pb2.WAIT_REASON_TENANT_LIMIT,
-    WaitReason.HELD_LINE: inference_pb2.WAIT_REASON_HELD_LINE,
-    WaitReason.EXECUTOR: inference_pb2.WAIT_REASON_EXECUTOR,
-    WaitReason.ADAPTER: inference_pb2.WAIT_REASON_ADAPTER,
+    one: getattr(inference_pb2, f"WAIT_REASON_{one.name}") for one in WaitReason
 }
 
 

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sized
 from types import MappingProxyType
 
-from inflight.common.protocol import MAX_FRAME_PROMPT_LOGPROBS, MAX_FRAME_TOKENS, MAX_TOP_LOGPROBS
-from inflight.router.request.executor_context import ADAPTER_HASH, FrameError
+from inflight.common.protocol import ADAPTER_HASH, MAX_FRAME_PROMPT_LOGPROBS, MAX_FRAME_TOKENS, MAX_TOP_LOGPROBS
+from inflight.router.request.executor_context import FrameError
 from inflight.router.request.validation import sampling_violations
 from inflight.v1 import executor_pb2, types_pb2
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 from google.protobuf.message import DecodeError
 
 from inflight.common.protocol import MAX_CHOICES
 from inflight.router.request.ids import choice_ids, ledger_id
 from inflight.v1 import executor_pb2, resume_pb2
-
-# The ledger searches a text for the hash, so it must have no other characters.
-ADAPTER_HASH = re.compile("[0-9a-f]{64}")
 
 
 class FrameError(Exception):

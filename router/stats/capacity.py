@@ -10,10 +10,7 @@ from inflight.router.executors.link import ExecutorLink
 from inflight.router.ledger.types import ClassQueue, ExecutorStanding, Snapshot
 from inflight.v1 import executor_pb2, inference_pb2, types_pb2
 
-# Fields that an executor may not have measured.
-MEASURES = (
-    "exposed_host_ms", "device_busy_fraction", "device_busy_s", "elapsed_s", "reserve_quantile", "steps_per_s",
-)  # fmt: skip
+CAPACITY_FIELDS = frozenset(field.name for field in inference_pb2.ExecutorCapacity.DESCRIPTOR.fields)
 
 NO_WORK, SEATS, BLOCKS = (
     types_pb2.STEP_CONSTRAINT_NO_WORK,
@@ -136,33 +133,24 @@ def _executor_capacity(
         accepting=standing is not None and standing.live and standing.accepting,
         seats_total=link.description.max_num_sequences,
         seats_used=report.num_running,
-        num_waiting=report.num_waiting,
         blocks_total=link.description.total_blocks,
         blocks_used=report.used_blocks,
         blocks_reserved=0 if standing is None else standing.reserved_blocks,
         blocks_cached=report.cached_blocks,
         block_size=link.description.block_size,
-        output_tokens_per_s=report.output_tokens_per_s,
-        step_ms=report.step_ms,
         batching=link.description.batching,
-        num_steps=report.num_steps,
         scheduler_policy=link.description.scheduler_policy,
-        num_preemptions=report.num_preemptions,
-        computed_tokens=report.computed_tokens,
-        recomputed_tokens=report.recomputed_tokens,
-        num_preempted=report.num_preempted,
         host_blocks_used=report.used_host_blocks,
         host_blocks_total=link.description.host_blocks,
-        constraint=admission_constraint(link.report, link.description, standing, queues),
-        bounds=report.bounds,
     )
-    for name in MEASURES:
-        if report.HasField(name):
-            setattr(capacity, name, getattr(report, name))
-    if report.HasField("drafts"):
-        capacity.drafts.CopyFrom(report.drafts)
-    if report.HasField("host_prefixes"):
-        capacity.host_prefixes.CopyFrom(report.host_prefixes)
-    if report.HasField("states"):
-        capacity.states.CopyFrom(report.states)
+    # The report has many fields under the same name.
+    for field, value in report.ListFields():
+        if field.name not in CAPACITY_FIELDS:
+            continue
+        if field.message_type is None:
+            setattr(capacity, field.name, value)
+        else:
+            getattr(capacity, field.name).MergeFrom(value)
+    # Not that of the report, which is of its newest step.
+    capacity.constraint = admission_constraint(link.report, link.description, standing, queues)
     return capacity

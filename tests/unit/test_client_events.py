@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.catalogue import RequestState, decode_capacity, decode_state
+from inflight.catalogue import RequestState, decode_capacity, decode_standing, decode_state
 from inflight.errors import InflightError
 from inflight.events import (
     Delta,
@@ -112,6 +112,20 @@ def test_capacity_is_decoded_with_plain_names() -> None:
     assert (capacity.executors[0].batching, capacity.executors[0].seats_total) == ("static", 4)
     assert [queue.priority for queue in capacity.queues] == ["batch", "standard"]
     assert capacity.num_queued == 5
+
+
+def test_values_that_are_not_set_are_none_and_enums_are_names() -> None:
+    wire = inference_pb2.GetCapacityResponse()
+    wire.executors.add(executor_id="e0", reserve_quantile=0.5, batching=types_pb2.BATCHING_MODE_STATIC, constraint=99)
+    wire.variants.add(model="m", ttft_p50_ms=5.0)
+    wire.queues.add(model="m", priority=types_pb2.PRIORITY_CLASS_BATCH)
+    capacity = decode_capacity(wire)
+    (executor,), (variant,), (queue,) = capacity.executors, capacity.variants, capacity.queues
+    assert (executor.reserve_quantile, executor.device_busy_s, executor.num_preempted) == (0.5, None, 0)
+    assert (executor.batching, executor.scheduler_policy, executor.constraint) == ("static", "unspecified", "99")
+    assert (variant.ttft_p50_ms, variant.ttft_p99_ms, queue.priority) == (5.0, None, "batch")
+    standing = decode_standing(inference_pb2.GetRequestResponse(wait_reason=inference_pb2.WAIT_REASON_HELD_LINE))
+    assert (standing.state, standing.wait_reason) == (RequestState.UNKNOWN, "held_line")
 
 
 def test_request_states_are_decoded() -> None:

@@ -121,7 +121,7 @@ def _executor_line(
     line.append(f"  {rate}{capacity.output_tokens_per_s:.0f} tokens/s  step {step_ms} ms")
     if (yielded := tokens_per_draft(capacity)) is not None:
         line.append(f"  {yielded:.1f} tokens/draft")
-    constraint = _constraint(capacity.constraint)
+    constraint = _constraint(capacity)
     if constraint:
         line.append(f"  bound by {constraint}", "magenta")
     return line
@@ -236,7 +236,7 @@ def _sequences(sequences: Sequence[stats_pb2.SequenceStats]) -> Table:
     for one in sequences[:MAX_SEQUENCES]:
         table.add_row(
             str(one.seat) if one.HasField("seat") else "-",
-            enum_name(stats_pb2.SequencePhase, one.phase, "SEQUENCE_PHASE_"),
+            enum_name(one, "phase"),
             Text(_plain(one.tenant)),
             Text(_plain(one.request_id)),
             *(str(n) for n in (one.prompt_tokens, one.output_tokens, one.num_blocks, one.reserved_blocks)),
@@ -256,7 +256,7 @@ def _queues(queues: Sequence[inference_pb2.TenantQueue]) -> RenderableType:
     for queue in shown:
         table.add_row(
             Text(_plain(queue.model)),
-            enum_name(types_pb2.PriorityClass, queue.priority, "PRIORITY_CLASS_"),
+            enum_name(queue, "priority"),
             Text(_plain(queue.tenant) or "others"),
             str(queue.num_requests),
             str(queue.num_tokens),
@@ -271,8 +271,8 @@ def _labelled(label: str, content: Text) -> Text:
     return Text.assemble((f"{label:>{LABEL_WIDTH - 1}} ", "dim"), content)
 
 
-def _constraint(constraint: types_pb2.StepConstraint) -> str:
-    name = enum_name(types_pb2.StepConstraint, constraint, "STEP_CONSTRAINT_")
+def _constraint(capacity: inference_pb2.ExecutorCapacity) -> str:
+    name = enum_name(capacity, "constraint")
     return "" if name in ("unspecified", "no_work") else name.replace("_", " ")
 
 

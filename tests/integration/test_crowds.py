@@ -19,6 +19,7 @@ import pytest
 
 from inflight.v1 import inference_pb2, types_pb2
 from tests.integration.test_requests import rest
+from tests.support.examples import examples
 from tests.support.stack.cluster import Brake, Cluster, ExecutorShape, run_cluster, token_request
 from tests.support.stack.gateways import run_gateway
 
@@ -181,15 +182,12 @@ async def pace(brake: Brake, pause_s: float) -> None:
         brake.release()
 
 
-NUM_GROUPS = 40
-
-
 @pytest.mark.parametrize("num_routers", [1, 2])
 async def test_calls_that_begin_together_get_the_whole_answer_once(
     redis_url: str, pool: str, caplog: pytest.LogCaptureFixture, num_routers: int
 ) -> None:
     rng = random.Random(7)
-    groups = [drawn(rng, f"{pool}-{number}", num_routers, (2, 3, 4, 8)) for number in range(NUM_GROUPS)]
+    groups = [drawn(rng, f"{pool}-{number}", num_routers, (2, 3, 4, 8)) for number in range(examples(40))]
     # A crowd, in which a router loses the request and gets it back again and again.
     groups += [
         Group(f"{pool}-crowd-{n}", n, 0, 20, tuple((i % num_routers, i / 4000) for i in range(60))) for n in (1, 3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
@@ -81,6 +80,7 @@ from inflight.router.lifecycle.lifecycle import (
 )
 from inflight.router.lifecycle.transitions import TRANSITIONS, UNSERVED
 from inflight.v1 import types_pb2
+from tests.support.lifecycle.world import Output
 
 Transition = tuple[LifecycleState, type, LifecycleState]
 
@@ -114,16 +114,6 @@ REASONS = (
     types_pb2.FINISH_REASON_CANCELLED,
     types_pb2.FINISH_REASON_PREEMPTED,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What a stream is to the machine."""
-
-    has_progressed: bool = False
-    is_complete: bool = False
-    has_been_accepted: bool = False
-    has_used_reservation: bool = False
 
 
 def possible_events(life: Lifecycle) -> Iterator[Event]:

@@ -14,6 +14,7 @@ from inflight.router.ledger.connection import connect_node
 from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.v1 import inference_pb2
 from tests.integration.test_requests import DEFAULT_SALT, collect, expected_ids, ids_of, random_requests, rest
+from tests.support.examples import examples
 from tests.support.ledger.store_pool import PATIENT
 from tests.support.stack.cluster import Cluster, ExecutorShape, RunningRouter, run_cluster, token_request
 
@@ -69,9 +70,11 @@ async def accepted(
 
 
 @pytest.mark.parametrize("shares", [False, True])
-async def test_reservations_never_exceed_the_budget_under_500_requests(redis_url: str, pool: str, shares: bool) -> None:
+async def test_reservations_never_exceed_the_budget_under_hundreds_of_requests(
+    redis_url: str, pool: str, shares: bool
+) -> None:
     shape = ExecutorShape(num_blocks=40, max_num_sequences=6, num_standby_sequences=2)
-    requests = random_requests(500, seed=3)
+    requests = random_requests(examples(500), seed=3)
     salts = ["" if shares else str(number) for number in range(len(requests))]
     seen: list[tuple[int, int]] = []
     turns = asyncio.Semaphore(16)

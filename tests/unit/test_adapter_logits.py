@@ -56,8 +56,8 @@ CASES = (("llama", "all", ["float32"]), ("llama", "regex", ["float32"]), ("qwen3
 
 
 @pytest.fixture
-def two_threads() -> Iterator[None]:
-    with torch_threads(2):
+def one_thread() -> Iterator[None]:
+    with torch_threads(1):
         yield
 
 
@@ -81,7 +81,7 @@ def logits_of(model: PagedModel, ids: list[int]) -> Tensor:
     return model.logits(pack(StepPlan.of([PlanRow(sequence, 0, len(ids), True)]), BLOCK_SIZE))[0]
 
 
-@pytest.mark.usefixtures("two_threads")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(("family", "name", "forms"), CASES)
 @pytest.mark.filterwarnings("ignore")
 def test_logits_are_those_of_the_merged_model(family: str, name: str, forms: list[str], tmp_path: Path) -> None:

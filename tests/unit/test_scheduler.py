@@ -103,6 +103,16 @@ class TestWithoutChunks:
         # Step 1 boards b; it does not fit beside a.
         assert seen == [["a"], ["b"], ["a", "b"], ["c"]]
 
+    def test_prompt_that_does_not_fit_the_rest_of_the_step_waits_for_the_next_and_is_not_overtaken(self) -> None:
+        scheduler = make_scheduler(replace(self.limits, max_num_sequences=3))
+        for request_id, length in (("a", 5), ("b", 6), ("c", 1)):
+            scheduler.offer(make_sequence(request_id, range(length), salt=None))
+
+        plan = scheduler.schedule()
+        assert rows_of(plan) == [("a", 0, 5, True)]
+        retire(scheduler, plan)
+        assert rows_of(scheduler.schedule()) == [("a", 5, 1, True), ("b", 0, 6, True), ("c", 0, 1, True)]
+
 
 class TestStatic:
     limits = replace(LIMITS, batching=Batching.STATIC)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import selectors
 import time
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -31,7 +33,46 @@ from tests.support.ledger.scripted_store import (
     settled,
     steps,
 )
-from tests.support.lifecycle.virtual_time import now_s, run_virtual
+
+Result = TypeVar("Result")
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """Waits for nothing: the time until the next timer passes at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """See `selectors.BaseSelector`."""
+        ready: list[tuple[selectors.SelectorKey, int]] = super().select(0)
+        if timeout is None and not ready:
+            raise RuntimeError("everything waits, and no timer is set")
+        self.now_s += timeout or 0.0
+        return ready
+
+
+class _VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._jumping = _JumpingSelector()
+        super().__init__(self._jumping)
+
+    def time(self) -> float:
+        """Virtual seconds since the start."""
+        return self._jumping.now_s
+
+
+def now_s() -> float:
+    """The virtual time."""
+    return asyncio.get_running_loop().time()
+
+
+def run_virtual(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    """Runs what uses no network and no thread, in virtual time from 0."""
+    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+        return runner.run(work())
+
 
 RETRY_S = 0.5
 SLACK_S = 1e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,12 +43,9 @@ def stack_options(options: BenchOptions, mode: str, variant: Variant = PLAIN) ->
 
 
 def _vllm_stack_options(options: BenchOptions, variant: Variant) -> StackOptions:
-    (peer,), model = parse_peer("vllm"), local_model(options.model)
-    setup = _setup(options, str(model.folder), ())
-    base = {"PATH": os.environ.get("PATH", "")}
-    own = {name: value for name, value in peer_environment(peer, base, usable_cores()).items() if name not in base}
-    python = os.environ.get("INFLIGHT_VLLM_PYTHON") or peer.command[0]
-    flags = f"--dtype {setup.dtype} --max-model-len {context_tokens(setup)}"
+    model = local_model(options.model)
+    python, own = vllm_program()
+    flags = shlex.join(vllm_flags(options, model))
     return StackOptions(
         executors=options.executors,
         model=options.model,
@@ -60,6 +58,20 @@ def _vllm_stack_options(options: BenchOptions, variant: Variant) -> StackOptions
         run_dir=RUN_FOLDER / f"bench-{variant.mode(VLLM_MODE)}",
         start_timeout_s=START_TIMEOUT_S,
     )
+
+
+def vllm_program() -> tuple[str, dict[str, str]]:
+    """Returns the Python that has vLLM, and what its environment has besides this process's."""
+    (peer,) = parse_peer("vllm")
+    base = {"PATH": os.environ.get("PATH", "")}
+    own = {name: value for name, value in peer_environment(peer, base, usable_cores()).items() if name not in base}
+    return os.environ.get("INFLIGHT_VLLM_PYTHON") or peer.command[0], own
+
+
+def vllm_flags(options: BenchOptions, model: LocalModel) -> list[str]:
+    """Returns the flags with which vLLM has as much room as every target."""
+    setup = _setup(options, str(model.folder), ())
+    return ["--dtype", setup.dtype, "--max-model-len", str(context_tokens(setup))]
 
 
 def engine_driver(options: BenchOptions, variant: Variant = PLAIN) -> Driver:

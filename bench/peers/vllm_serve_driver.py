@@ -22,10 +22,9 @@ from typing import Any
 import aiohttp
 from vllm import __version__ as vllm_version
 
+from inflight.bench.peers.catalogue import SERVER_MODULE
 from inflight.bench.peers.driver import CannotRun, Request, Setup, TokenBatch, context_tokens, serve
 
-# What `vllm serve` runs. That command asks for the package's metadata, which builds for CPUs have under another name.
-SERVER = "vllm.entrypoints.openai.api_server"
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 900.0
 PREFIX = b"data: "
@@ -48,7 +47,7 @@ class VllmServer:
         }
         words = [str(word) for flag in flags.items() for word in flag]
         self._server = subprocess.Popen(
-            [sys.executable, "-m", SERVER, "--model", setup.model, *words], stdout=sys.stderr
+            [sys.executable, "-m", SERVER_MODULE, "--model", setup.model, *words], stdout=sys.stderr
         )
         atexit.register(self._server.terminate)
         self._wait_until_ready()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from inflight import AsyncClient
@@ -47,19 +47,26 @@ class StackTarget:
     async def run(self, workload: Workload, round_number: int, on_tokens: OnTokens) -> Run:
         """Runs a workload to its end."""
         try:
-            await self._resume()
-            return await run_workload(
-                self.client,
-                workload,
-                mode=self.mode,
-                round_number=round_number,
-                slo=self.slo,
-                sessions=self.sessions,
-                on_tokens=on_tokens,
-                stream_interval=self.stream_interval,
-            )
+            async with self.working():
+                return await run_workload(
+                    self.client,
+                    workload,
+                    mode=self.mode,
+                    round_number=round_number,
+                    slo=self.slo,
+                    sessions=self.sessions,
+                    on_tokens=on_tokens,
+                    stream_interval=self.stream_interval,
+                )
         except InflightError as error:
             raise TargetError(in_words(error, self.address)) from None
+
+    @asynccontextmanager
+    async def working(self) -> AsyncIterator[None]:
+        """Lets the executors in `paused` work within."""
+        try:
+            await self._resume()
+            yield
         finally:
             self.signal(signal.SIGSTOP)
 

@@ -202,7 +202,8 @@ async def start_vllm(arguments: Sequence[str]) -> VllmBackend:
             config = AsyncEngineArgs.from_cli_args(flags).create_engine_config()
             can_replay, cache_events = allow_replay(config), publish_cache(config)
             # vLLM's own loggers feed metrics that nothing reads here.
-            llm = AsyncLLM(config, executor_class(config), log_stats=False, stat_loggers=[_stat_logger(on_step)])
+            workers, loggers = executor_class(config), [_stat_logger(on_step)]
+            llm = AsyncLLM(config, workers, log_stats=False, log_requests=False, stat_loggers=loggers)
     except Exception as error:
         log.exception("vLLM does not start")
         first_line = (str(error).strip() or repr(error)).splitlines()[0]

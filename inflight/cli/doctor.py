@@ -44,6 +44,8 @@ MIN_MEMORY_BYTES = 2 * GIBIBYTE
 # Importing vLLM takes many seconds; only its version is imported, and what an executor needs besides.
 IMPORT_TIMEOUT_S = 120.0
 CHECK_OF_VLLM = """
+import importlib.util
+import pathlib
 try:
     from inflight.common.settings import SettingError
     from inflight.executor.vllm.internals import check_version
@@ -54,7 +56,9 @@ try:
     version = check_version()
 except SettingError as error:
     raise SystemExit(str(error))
-print(version)
+folder = pathlib.Path(importlib.util.find_spec("vllm").origin).parent
+has_second = (folder / "v1/worker/gpu/sample/logits_processor").exists()
+print(version if has_second else f"{version} (no exact_resume in its second model runner)")
 """
 
 

@@ -267,8 +267,7 @@ class ExecutorLink:
             return RequestError(Reason.INTERNAL, f"executor {self.executor_id} makes no embeddings")
         version = self.description.protocol_version
         if submit.exact_resume and version < EXACT_RESUME_VERSION:
-            needed = f"exact_resume needs {EXACT_RESUME_VERSION}"
-            text = f"executor {self.executor_id} speaks protocol version {version}; {needed}"
+            text = f"executor {self.executor_id} speaks protocol version {version}; exact_resume needs a later one"
             violation = FieldViolation("exact_resume", "is not known to this executor")
             return RequestError(Reason.NOT_IMPLEMENTED, text, (violation,))
         unread = _unread_field(submit, version)

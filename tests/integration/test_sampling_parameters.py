@@ -128,5 +128,5 @@ async def test_executor_that_does_not_know_exact_resume_gets_no_request_that_req
         events = await collect(cluster.routers[0], request_of())
         assert not cluster.executors[0].service.num_held
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "speaks protocol version 4; exact_resume needs 5" in (refused.value.details() or "")
+    assert "speaks protocol version 4; exact_resume needs a later one" in (refused.value.details() or "")
     assert events[-1].HasField("done")

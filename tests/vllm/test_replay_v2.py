@@ -32,7 +32,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for slot, length in PROMPT_LENGTHS.items():
         lengths[slot] = length
     yield module.ReplayedOutput(None, SimpleNamespace(prompt_len=SimpleNamespace(np=lengths)))
-    monkeypatch.delitem(sys.modules, "inflight.executor.vllm.replay_v2")
+    del sys.modules["inflight.executor.vllm.replay_v2"]
 
 
 def parameters(*replayed: int) -> Any:

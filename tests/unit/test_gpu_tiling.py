@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.executor.kernels.tiling import AttentionWork, Tiling, chunk_tiling, decode_tiling, num_row_tiles
+from inflight.executor.kernels.tiling import (
+    AttentionWork,
+    Tiling,
+    chunk_tiling,
+    decode_tiling,
+    num_decode_programs,
+    num_row_tiles,
+)
 
 LLAMA_8B = AttentionWork(64, 64, num_kv_heads=8, group=4, head_dim=128, element_bytes=2, kv_element_bytes=2)
 
@@ -24,6 +31,11 @@ def test_a_decode_may_occupy_as_many_programs_as_a_gpu_has_processors(num_kv_hea
 @pytest.mark.parametrize("tiling", [decode_tiling, chunk_tiling])
 def test_tiling_does_not_depend_on_the_batch(tiling: Callable[[AttentionWork], Tiling]) -> None:
     assert len({tiling(of(*sizes)) for sizes in ((1, 1), (16, 4), (64, 64), (2000, 1))}) == 1
+
+
+@pytest.mark.parametrize(("num_sequences", "programs"), [(1, 16), (4, 64), (8, 128), (500, 128)])
+def test_programs_of_decodes_are_few_whatever_their_number(num_sequences: int, programs: int) -> None:
+    assert num_decode_programs(of(num_sequences, num_sequences), splits=16) == programs
 
 
 @pytest.mark.parametrize(("group", "rows"), [(1, 16), (4, 16), (16, 16), (17, 32), (30, 32)])

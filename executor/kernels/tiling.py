@@ -58,6 +58,17 @@ class Tiling:
     span_keys: int = SPAN_KEYS
 
 
+# Chunks on compute capability 9.0, by padded head size and bytes of a key's number. The matrix instruction takes 64
+# rows of four warps. Heads of 256 are not measured; with 64 rows they would spill.
+HOPPER_CHUNKS = {
+    (64, 2): Tiling(128, 64, 1, 4, 3),
+    (64, 1): Tiling(128, 128, 1, 4, 3),
+    (128, 2): Tiling(128, 128, 1, 8, 3),
+    (128, 1): Tiling(64, 128, 1, 4, 2),
+    (256, 2): Tiling(128, 32, 1, 8, 2),
+}
+
+
 def decode_tiling(work: AttentionWork) -> Tiling:
     """Returns one row tile for each sequence and KV head."""
     rows, splits = max(MIN_ROWS, power_of_two(work.group)), _splits(work)
@@ -72,12 +83,11 @@ def decode_tiling(work: AttentionWork) -> Tiling:
 def chunk_tiling(work: AttentionWork) -> Tiling:
     """Returns the largest row tiles. Where a chunk does not fill them, loading its keys takes longer than the rows that
     are missing would."""
-    rows, dim = max(power_of_two(work.group), _max_rows(work)), padded_dim(work.head_dim)
-    if work.is_hopper and work.element_bytes == 2 and work.group <= 64 and dim in (64, 128):
-        # A matrix instruction takes 64 rows of four warps.
-        if work.kv_element_bytes == 1:
-            return Tiling(64, 128, 1, 4, 2) if dim == 128 else Tiling(rows, 128, 1, 4, 3)
-        return Tiling(rows, 128, 1, 8, 3) if dim == 128 else Tiling(rows, 64, 1, 4, 3)
+    if work.is_hopper and work.element_bytes == 2 and work.group <= 64:
+        tiling = HOPPER_CHUNKS.get((padded_dim(work.head_dim), work.kv_element_bytes))
+        if tiling is not None:
+            return tiling
+    rows = max(power_of_two(work.group), _max_rows(work))
     return Tiling(rows, _tile_keys(work), 1, 4 if rows <= 64 else 8, 2)
 
 

@@ -53,5 +53,6 @@ def test_there_is_a_row_tile_for_every_token(lengths: list[int]) -> None:
 def test_wide_heads_and_float32_get_smaller_tiles() -> None:
     wide = replace(of(2000, 1), head_dim=256)
     assert (chunk_tiling(wide).rows, chunk_tiling(wide).keys) == (64, 32)
+    assert chunk_tiling(replace(wide, is_hopper=True)).rows == 128
     exact = replace(wide, element_bytes=4)
     assert (chunk_tiling(exact).rows, chunk_tiling(exact).keys) == (16, 16)

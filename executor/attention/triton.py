@@ -16,13 +16,14 @@ from torch import Tensor
 
 from inflight.executor.attention.backend import KvShape, LayerKv, Scoring
 from inflight.executor.device import is_gpu
-from inflight.executor.kernels.attention import attend_kernel, combine_kernel
+from inflight.executor.kernels.attention import attend_decodes_kernel, attend_kernel, combine_kernel
 from inflight.executor.kernels.rope_write import write_kernel
 from inflight.executor.kernels.tiling import (
     AttentionWork,
     Tiling,
     chunk_tiling,
     decode_tiling,
+    num_decode_programs,
     num_row_tiles,
     padded_dim,
     power_of_two,
@@ -31,6 +32,8 @@ from inflight.executor.step.batch import StepBatch
 
 # A program combines the splits of one head: few numbers, and many programs at a time hide their latency.
 COMBINE_WARPS = 1
+# Contexts of which a program of decodes adds up the spans at once.
+SEQUENCES_AT_ONCE = 256
 
 TilingRule = Callable[[AttentionWork], Tiling]
 
@@ -82,9 +85,7 @@ class TritonAttention:
         if batch.num_sequences > first:
             call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring, sinks)
             work = call.work(batch.num_tokens - first, batch.num_sequences - first)
-            tiling = self._tile_chunks(work)
-            tokens = slice(first, batch.num_tokens)
-            call.launch(tiling, num_row_tiles(work, tiling.rows), tokens, is_decode=False)
+            call.launch_chunks(self._tile_chunks(work), work, first)
         return outputs
 
     def attend_decodes(
@@ -101,7 +102,7 @@ class TritonAttention:
         if num_decodes:
             call = _Call(with_contiguous_heads(queries), outputs, kv, batch, scoring, sinks)
             work = call.work(num_decodes, num_decodes)
-            call.launch(self._tile_decodes(work), num_decodes, slice(0, num_decodes), is_decode=True)
+            call.launch_decodes(self._tile_decodes(work), work)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,45 +130,76 @@ class _Call:
             is_hopper=is_hopper(self.queries.device),
         )
 
-    def launch(self, tiling: Tiling, num_tiles: int, tokens: slice, *, is_decode: bool) -> None:
-        """Attends for `tokens`, which are all decodes or all chunks. A chunk's first token has its sequence's index."""
-        kv, batch, scoring, outputs = self.kv, self.batch, self.scoring, self.outputs
-        sinks = outputs if self.sinks is None else self.sinks
-        partials, log_weights = self._allocate_partials(tokens.stop, tiling.splits)
-        attend_kernel[(num_tiles, kv.shape.num_kv_heads, tiling.splits)](
-            *(self.queries, kv.keys, kv.values, *scales_of(kv), sinks, outputs, partials, log_weights),
-            *(batch.query_starts, batch.context_lengths, batch.block_tables, batch.table_rows),
-            *(*self.queries.stride()[:2], *outputs.stride()[:2], *kv.keys.stride()[:3]),
-            batch.block_tables.stride(0),
-            # Each decode has one token, so the tokens before the chunks are as many as the sequences.
-            *(tokens.start, batch.num_sequences, scoring.scale, scoring.softcap or 0.0),
-            GROUP=self.queries.shape[1] // kv.shape.num_kv_heads,
-            HEAD_DIM=kv.shape.head_dim,
-            PADDED_DIM=padded_dim(kv.shape.head_dim),
-            BLOCK_SIZE=batch.block_size,
-            TILE_ROWS=tiling.rows,
-            TILE_KEYS=tiling.keys,
-            WINDOW=scoring.sliding_window or 0,
-            IS_DECODE=is_decode,
-            IS_CAPPED=scoring.softcap is not None,
-            HAS_SINKS=self.sinks is not None,
-            NUM_SPLITS=tiling.splits,
-            SPAN_KEYS=tiling.span_keys,
-            IS_PADDED=batch.is_padded,
-            num_warps=tiling.num_warps,
-            num_stages=tiling.num_stages,
+    def launch_chunks(self, tiling: Tiling, work: AttentionWork, first: int) -> None:
+        """Attends for the sequences from `first` on. Those before have a token each."""
+        kv, scoring = self.kv, self.scoring
+        attend_kernel[(num_row_tiles(work, tiling.rows), kv.shape.num_kv_heads)](
+            *self._tensors(),
+            *self._sequences(),
+            *(first, self.batch.num_sequences, scoring.scale, scoring.softcap or 0.0),
+            **self._constants(tiling),
+        )
+
+    def launch_decodes(self, tiling: Tiling, work: AttentionWork) -> None:
+        """Attends for the first sequences, which have a token each."""
+        kv, batch, scoring, num_decodes = self.kv, self.batch, self.scoring, work.num_sequences
+        partials, log_weights = self._allocate_partials(num_decodes, tiling.splits)
+        splits = {"NUM_SPLITS": tiling.splits, "SPAN_KEYS": tiling.span_keys}
+        attend_decodes_kernel[(num_decode_programs(work, tiling.splits), kv.shape.num_kv_heads)](
+            *self._tensors(),
+            *(partials, log_weights),
+            *self._sequences(),
+            *(num_decodes, scoring.scale, scoring.softcap or 0.0),
+            **self._constants(tiling),
+            **splits,
+            SEQUENCES=SEQUENCES_AT_ONCE,
         )
         if tiling.splits > 1:
-            decoded = outputs[tokens]
+            decoded = self.outputs[:num_decodes]
             combine_kernel[decoded.shape[:2]](
-                *(partials, log_weights, sinks, decoded, batch.query_starts, *decoded.stride()[:2]),
+                *(partials, log_weights, self._sinks(), decoded, batch.query_starts, batch.context_lengths),
+                *decoded.stride()[:2],
                 HEAD_DIM=kv.shape.head_dim,
                 PADDED_DIM=padded_dim(kv.shape.head_dim),
-                NUM_SPLITS=tiling.splits,
+                WINDOW=scoring.sliding_window or 0,
                 HAS_SINKS=self.sinks is not None,
+                **splits,
                 IS_PADDED=batch.is_padded,
                 num_warps=COMBINE_WARPS,
             )
+
+    def _sinks(self) -> Tensor:
+        return self.outputs if self.sinks is None else self.sinks
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        kv = self.kv
+        return self.queries, kv.keys, kv.values, *scales_of(kv), self._sinks(), self.outputs
+
+    def _sequences(self) -> tuple[Tensor | int, ...]:
+        """Returns the tensors of sequences, and all strides."""
+        batch = self.batch
+        return (
+            *(batch.query_starts, batch.context_lengths, batch.block_tables, batch.table_rows),
+            *(*self.queries.stride()[:2], *self.outputs.stride()[:2], *self.kv.keys.stride()[:3]),
+            batch.block_tables.stride(0),
+        )
+
+    def _constants(self, tiling: Tiling) -> dict[str, int | bool]:
+        shape, scoring = self.kv.shape, self.scoring
+        return {
+            "GROUP": self.queries.shape[1] // shape.num_kv_heads,
+            "HEAD_DIM": shape.head_dim,
+            "PADDED_DIM": padded_dim(shape.head_dim),
+            "BLOCK_SIZE": self.batch.block_size,
+            "TILE_ROWS": tiling.rows,
+            "TILE_KEYS": tiling.keys,
+            "WINDOW": scoring.sliding_window or 0,
+            "IS_CAPPED": scoring.softcap is not None,
+            "HAS_SINKS": self.sinks is not None,
+            "IS_PADDED": self.batch.is_padded,
+            "num_warps": tiling.num_warps,
+            "num_stages": tiling.num_stages,
+        }
 
     def _allocate_partials(self, num_decodes: int, num_splits: int) -> tuple[Tensor, Tensor]:
         """Allocates the partial results and their weights; one split needs none."""

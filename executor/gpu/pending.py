@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inflight.executor.device import StepTimer, host_zeros
 from inflight.executor.engine.runner import token_ids_of
+from inflight.executor.gpu.processing import needs_tokens
 from inflight.executor.scheduler.sequence import NO_LOGPROBS, TokenLogprobs
 from inflight.executor.step.logprobs import StepLogprobs
 from inflight.executor.step.sampling_columns import SamplingBatch
@@ -35,7 +36,7 @@ class ReadBack:
 class GpuStep:
     """A pending step. Steps must be read in the order of launch; `before` is the previous one.
 
-    `allows_next` is False until the step was read, if it has rows that depend on its tokens: those are known then.
+    `allows_next` is False until the step was read, if it has rows whose next step needs its tokens on the host.
     `check` raises if the step has ended with tokens that have no meaning.
     """
 
@@ -56,7 +57,7 @@ class GpuStep:
         self._read_back = read_back
         self._on_host = on_host
         self._sampling = sampling
-        self.allows_next = not sampling.processed
+        self.allows_next = not any(map(needs_tokens, sampling.processed.values()))
         self._before = before
         self._reported = reported
         self._check = check

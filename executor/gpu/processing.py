@@ -5,14 +5,16 @@ time are copied as float32, changed, and drawn again, if any of them is changed.
 change nothing cost nothing, and the model's logits are left for the log probabilities, which are of them.
 
 The host keeps which ids a row changes, each once, and sends them with every step: their number is bounded by the
-context and the vocabulary, so a few buffers of fixed size suffice. A row depends on the tokens of the previous step,
-which must have been read (`PendingStep.allows_next`).
+context and the vocabulary, so a few buffers of fixed size suffice. A token that the previous step has sampled and the
+host has not read is this step's input on the device, where the penalties count it. Only rows whose masks depend on
+tokens, and drafts, must wait for the previous step (`PendingStep.allows_next`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,12 +28,15 @@ from inflight.executor.gpu.step_buffers import HostRing
 from inflight.executor.gpu.step_layout import ALIGNMENT_WORDS, Words
 from inflight.executor.kernels.processing import change_kernel, copy_kernel, name_excluded_kernel
 from inflight.executor.logits.row import MASK_BITS, LogitsRow
+from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling_columns import SamplingBatch
 
 # Rows that are changed at once: the float32 copies of this many rows are kept, however many seats there are.
 ROWS = 32
 # Entries that a program processes.
 TILE = 256
+UNREAD_TOKENS = "a step was launched before tokens were read that its rows depend on"
+NO_PLACES: Mapping[int, int] = MappingProxyType({})
 
 
 class ChangedIds:
@@ -69,6 +74,28 @@ class ChangedIds:
         """Ids, biases and counts."""
         num_ids = len(self._places)
         return self._ids[:num_ids], self._biases[:num_ids], self._counts[:num_ids]
+
+
+def needs_tokens(row: LogitsRow) -> bool:
+    """Returns whether all tokens of a row must be known on the host before its next step."""
+    some = row.processors
+    return row.guide is not None or row.has_drafts or bool(some.bad_words) or some.no_repeat_ngram_size > 0
+
+
+def unread_places(batch: StepBatch, sampling: SamplingBatch) -> Mapping[int, int]:
+    """Returns for each row with penalties whose newest token is not read the token's place in `batch.token_ids`.
+
+    Raises:
+        RuntimeError: a row depends on a token that is neither read nor an input of this step.
+    """
+    places = {}
+    for i, row in sampling.processed.items():
+        num_unread = int(sampling.output_index[i]) - len(row.output)
+        if num_unread > int(not needs_tokens(row)):
+            raise RuntimeError(UNREAD_TOKENS)
+        if num_unread > 0 and _first_penalised(row) < len(row.ids):
+            places[i] = int(batch.logit_rows[i])
+    return places
 
 
 def _first_penalised(row: LogitsRow) -> int:
@@ -144,25 +171,41 @@ class Processing:
         num_rows = min(ROWS, max_num_rows)
         # A step that is launched before a stop token is read may sample one token more.
         most_entries = num_rows * min(vocabulary_size, context_length + 1 + MAX_LOGIT_BIASES)
-        num_words = num_rows * (5 + self._num_mask_words) + 3 * most_entries + 16 * ALIGNMENT_WORDS
+        num_words = num_rows * (6 + self._num_mask_words) + 3 * most_entries + 17 * ALIGNMENT_WORDS
         self._ring = HostRing(num_words, device)
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._changed = torch.empty((num_rows, vocabulary_size), dtype=torch.float32, device=device)
         self._changed_ids: WeakKeyDictionary[LogitsRow, ChangedIds] = WeakKeyDictionary()
 
-    def draw(self, logits: Tensor, rows: DrawRows, sampling: SamplingBatch, token_ids: Tensor) -> None:
+    def draw(
+        self,
+        logits: Tensor,
+        rows: DrawRows,
+        sampling: SamplingBatch,
+        token_ids: Tensor,
+        unread: Mapping[int, int] = NO_PLACES,
+        input_ids: Tensor | None = None,
+    ) -> None:
         """Draws the rows of `logits[:R]` that are changed, and those beside them again, into `token_ids[:R]`.
 
-        The host waits only in a step of more than `2 * ROWS` such rows, until earlier ones are copied.
+        The newest tokens of the rows in `unread` are at these places of `input_ids`, the step's inputs. The host waits
+        only in a step of more than `2 * ROWS` such rows, until earlier ones are copied.
         """
         for first in range(0, sampling.num_rows, ROWS):
             last = min(first + ROWS, sampling.num_rows)
             processed = {i - first: row for i, row in sampling.processed.items() if first <= i < last}
             if processed:
-                changed = self.changed(logits[first:last], processed)
+                places = {i - first: place for i, place in unread.items() if first <= i < last}
+                changed = self.changed(logits[first:last], processed, places, input_ids)
                 draw(changed, rows.part(first, last), token_ids[first:last])
 
-    def changed(self, logits: Tensor, processed: Mapping[int, LogitsRow]) -> Tensor:
+    def changed(
+        self,
+        logits: Tensor,
+        processed: Mapping[int, LogitsRow],
+        unread: Mapping[int, int] = NO_PLACES,
+        input_ids: Tensor | None = None,
+    ) -> Tensor:
         """Returns a float32 copy of at most `ROWS` rows, those in `processed` changed. It is overwritten next time."""
         num_rows, vocabulary_size = logits.shape
         changed = self._changed[:num_rows]
@@ -173,6 +216,7 @@ class Processing:
         mask_indices[list(masks)] = np.arange(len(masks))
         lengths = [len(columns[i][0]) if i in columns else 0 for i in range(num_rows)]
         starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        places = np.array([unread.get(i, -1) for i in range(num_rows)], np.int32)
         penalties = np.ones((3, num_rows), np.float32)
         for i, row in processed.items():
             some = row.processors
@@ -182,10 +226,12 @@ class Processing:
             *(words.add(starts), words.add(mask_indices), words.add(*masks.values())),
             *(words.add(penalty) for penalty in penalties),
             *(words.add(*(column[kind] for column in ordered)) for kind in range(3)),
+            words.add(places),
         ]
         self._ring.copy_to(self._words, words.end)
         on_device = [self._words[field] for field in fields]
-        self._launch(logits, changed, on_device, max(lengths))
+        num_tiles = -(-max(lengths) // TILE)
+        self._launch(logits, changed, on_device, num_tiles + 1 if num_tiles or unread else 0, input_ids)
         return changed
 
     def _columns(self, row: LogitsRow) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]:
@@ -195,20 +241,23 @@ class Processing:
         changed.follow(row)
         return changed.columns
 
-    def _launch(self, logits: Tensor, changed: Tensor, fields: list[Tensor], most_entries: int) -> None:
-        """Copies and changes rows. `fields` are starts, mask indices, masks, three penalties, ids, biases, counts."""
-        starts, mask_indices, masks, *penalties, ids, biases, counts = fields
+    def _launch(
+        self, logits: Tensor, changed: Tensor, fields: list[Tensor], num_programs: int, input_ids: Tensor | None
+    ) -> None:
+        """Copies and changes rows. `fields` are starts, mask indices, masks, three penalties, ids, biases, counts and
+        places of unread tokens."""
+        starts, mask_indices, masks, *penalties, ids, biases, counts, places = fields
         num_rows, vocabulary_size = logits.shape
         copy_kernel[(num_rows, -(-vocabulary_size // CHUNK))](
             *(logits, changed, mask_indices, masks),
             *(vocabulary_size, logits.stride(0), self._num_mask_words),
             CHUNK=CHUNK,
         )
-        if most_entries:
-            change_kernel[(num_rows, -(-most_entries // TILE))](
+        if num_programs:
+            change_kernel[(num_rows, num_programs)](
                 *(changed, starts, ids, biases.view(torch.float32), counts),
                 *(penalty.view(torch.float32) for penalty in penalties),
-                vocabulary_size,
+                *(places, ids if input_ids is None else input_ids, vocabulary_size),
                 TILE=TILE,
                 enable_fp_fusion=False,
             )

@@ -2,8 +2,8 @@
 demand.
 
 Launching waits for nothing, so the caller's thread makes the next plan while the device computes. Only a step with rows
-whose logits are changed must be read before the next one is launched. A step is the replay of a CUDA graph unless it
-has more tokens than the largest one. Without a GPU the same code computes immediately, as in the tests.
+whose masks depend on its tokens must be read before the next one is launched. A step is the replay of a CUDA graph
+unless it has more tokens than the largest one. Without a GPU the same code computes immediately, as in the tests.
 
 With several ranks, each has a runner. All prepare themselves in the same way, and so exchange in the same order. Then
 the leader's launches, and tells the others what it uploads and computes.
@@ -12,7 +12,7 @@ the leader's launches, and tells the others what it uploads and computes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +30,7 @@ from inflight.executor.gpu.graph_check import AttentionCheck, GraphCheck
 from inflight.executor.gpu.graphs import Bucket, Capture, bucket_of, capture, mixed_buckets
 from inflight.executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling, warm_up_lengths
 from inflight.executor.gpu.pending import GpuStep, ReadBack
-from inflight.executor.gpu.processing import Processing, name_excluded
+from inflight.executor.gpu.processing import NO_PLACES, UNREAD_TOKENS, Processing, name_excluded, unread_places
 from inflight.executor.gpu.step_buffers import StepBuffers
 from inflight.executor.gpu.step_layout import StepLayout, Words
 from inflight.executor.gpu.table_entries import NO_ENTRIES, TableEntries, TableFollower
@@ -162,9 +162,10 @@ class GpuRunner:
 
     def launch(self, plan: StepPlan) -> PendingStep:
         if self._newest is not None and not self._newest.allows_next:
-            raise RuntimeError("a step was launched before tokens were read that its rows depend on")
+            raise RuntimeError(UNREAD_TOKENS)
         entries = self._follower.follow(plan)
         batch, sampling = self._inputs.pack(plan)
+        unread = unread_places(batch, sampling)
         form = self._graphed.form_of(batch, sampling.num_rows)
         timer = StepTimer(self._device)
         # The masks are filled while the device computes.
@@ -184,7 +185,7 @@ class GpuRunner:
                     self._step.gather_and_draw(form.layout)
                 if are_filled is not None:
                     are_filled()
-                self._process(form.layout, sampling)
+                self._process(form.layout, sampling, unread)
                 reported = self._report(form.layout, sampling)
                 on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
         except Exception as error:
@@ -242,12 +243,12 @@ class GpuRunner:
             return None
         return self._flashinfer.plan(batch)
 
-    def _process(self, layout: StepLayout, sampling: SamplingBatch) -> None:
+    def _process(self, layout: StepLayout, sampling: SamplingBatch, unread: Mapping[int, int] = NO_PLACES) -> None:
         """Draws the rows whose logits are changed, and names those that exclude every token. The model's logits are
         left as they are."""
         if sampling.processed:
-            rows = self._buffers.draw_rows(layout)
-            self._processing.draw(self._step.logits, rows, sampling, self._buffers.sampled_ids)
+            rows, input_ids = self._buffers.draw_rows(layout), self._buffers.token_ids(layout)
+            self._processing.draw(self._step.logits, rows, sampling, self._buffers.sampled_ids, unread, input_ids)
         if sampling.excludes:
             num_rows = sampling.num_rows
             name_excluded(self._step.logits[:num_rows], self._buffers.sampled_ids[:num_rows])

@@ -21,8 +21,8 @@ from inflight.executor.kernels.tiling import power_of_two
 
 # Vocabulary ids that a program processes.
 CHUNK = 2048
-# One program reads a whole row many times, so it has many threads.
-RESTRICTION_CHUNK = 8192
+# One program reads a whole row, so it has many threads. It lists the ids of as many tokens. With 8192 it would spill.
+RESTRICTION_CHUNK = 4096
 RESTRICTION_WARPS = 16
 
 
@@ -56,13 +56,15 @@ def restrict(logits: Tensor, rows: DrawRows) -> tuple[Tensor, Tensor]:
     """Returns the thresholds of the rows. Tokens above the first are kept, and those equal to it up to the id in the
     second."""
     num_rows, vocabulary_size = logits.shape
+    chunk = min(RESTRICTION_CHUNK, power_of_two(vocabulary_size))
+    listed_ids = torch.empty((num_rows, chunk), dtype=torch.int32, device=logits.device)
     edges = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     last_ids = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     restrict_kernel[(num_rows,)](
         *(logits, rows.temperatures, rows.top_ks, rows.top_ps, rows.min_p_logs),
-        *(rows.banned_ids, rows.banned_starts, edges, last_ids),
+        *(rows.banned_ids, rows.banned_starts, listed_ids, edges, last_ids),
         *(vocabulary_size, logits.stride(0)),
-        CHUNK=min(RESTRICTION_CHUNK, power_of_two(vocabulary_size)),
+        CHUNK=chunk,
         num_warps=RESTRICTION_WARPS,
     )
     return edges, last_ids

@@ -136,6 +136,10 @@ class StepBuffers:
         floats = {name: columns[name].view(torch.float32) for name in FLOAT_FIELDS}
         return DrawRows(**columns | floats)
 
+    def token_ids(self, layout: StepLayout) -> Tensor:
+        """Returns the step's tokens, int32, complete after `resolve`."""
+        return self._field(layout, "token_ids")
+
     def logit_rows(self, layout: StepLayout) -> Tensor:
         """Returns the tokens whose logits are needed, int32."""
         return self._field(layout, "logit_rows")

@@ -1,24 +1,29 @@
-"""Paged attention in Triton: a kernel for decodes, prefill chunks and drafts to verify, and one that combines splits.
+"""Paged attention in Triton: a kernel for prefill chunks and drafts to verify, one for decodes, and one that combines a
+decode's splits.
 
 KV layout: `[num_blocks, num_kv_heads, block_size, head_dim]` for keys and for values. FP8 keys and values have scales
 `[num_blocks, num_kv_heads, block_size]` in float32. They become the queries' dtype, which represents e4m3 exactly;
 scales multiply scores and weights in float32. Without FP8 the pointers of scales are unused. With `HAS_SINKS` the
 softmax of each head has one more score, `sinks[heads]`, which belongs to no key.
 
-A program computes a tile of query rows of one sequence and one KV head. Rows are packed: the `GROUP` query heads that
-share the KV head are adjacent, so a decode fills a matrix instruction's 16 rows as far as it can.
+A tile has query rows of one sequence and one KV head. Rows are packed: the `GROUP` query heads that share the KV head
+are adjacent, so a decode fills a matrix instruction's 16 rows as far as it can.
 
     row r of a tile      token `first + r // GROUP`, head `kv_head * GROUP + r % GROUP`
     its keys             positions `[position - WINDOW + 1, position]`, from 0 where WINDOW is 0
 
 Keys are read in tiles of their own size, whatever the size of a block. The keys of a decode are distributed over
-`NUM_SPLITS` programs in spans of `SPAN_KEYS` positions: split s has the spans s, s + NUM_SPLITS and so on. Each split
-stores a normalised partial result and the base-2 logarithm of its weight, -inf where it has no span. The grid depends
-only on numbers of tokens and sequences, never on the content of a device tensor.
+`NUM_SPLITS` splits in spans of `SPAN_KEYS` positions: split s has the spans s, s + NUM_SPLITS and so on. Each split
+with a span stores a normalised partial result and the base-2 logarithm of its weight.
+
+A decode's programs share the spans of all sequences evenly, each a run of whole splits. They find out on the device
+which, so that no program is started for a split without a span, and a long context among short ones still occupies as
+many programs as it has splits. A grid depends only on numbers of tokens and sequences, never on the content of a device
+tensor, and a split has the same bits whichever program computes it.
 
 A captured step has padding (`IS_PADDED`): more tokens and sequences than are computed, and the host does not know which
-sequences are decodes. Both launches have programs for every sequence. Programs of sequences without tokens end at once,
-and so do those of the other launch's sequences.
+sequences are decodes. Both launches are for every sequence, and leave out those without tokens and those of the other
+launch.
 
 A row's result depends on its query, its keys and values, and constants of the model alone. It does not depend on the
 other sequences, on the row's place in a tile, or on how a prompt is cut into chunks: a tile without a visible key
@@ -35,27 +40,20 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit(do_not_specialize=["first_sequence", "num_sequences"])
 def attend_kernel(
     queries, keys, values, key_scales, value_scales, sinks, outputs,
-    partials,  # [tokens, heads, NUM_SPLITS, HEAD_DIM] float32; unused with one split
-    log_weights,  # [tokens, heads, NUM_SPLITS] float32; unused with one split
     query_starts, context_lengths, block_tables, table_rows,
     query_token_stride, query_head_stride, output_token_stride, output_head_stride,
     block_stride, kv_head_stride, slot_stride, table_stride,
     first_sequence, num_sequences, scale, softcap,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_DECODE: tl.constexpr,
-    IS_CAPPED: tl.constexpr, HAS_SINKS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPAN_KEYS: tl.constexpr,
-    IS_PADDED: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr, IS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: row tiles, KV heads, splits. `IS_DECODE`: sequence i has one new token, the i-th of the batch. Only decodes
-    are split."""
+    """Attends for sequences with any number of new tokens. Grid: row tiles, KV heads."""
     TILE_QUERIES: tl.constexpr = TILE_ROWS // GROUP
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if IS_DECODE:
-        sequence, first, first_token, num_new = tile, 0, tile, 1
-    else:
-        sequence, first, first_token, num_new = locate(query_starts, tile, first_sequence, num_sequences, TILE_QUERIES)
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    sequence, first, first_token, num_new = locate(query_starts, tile, first_sequence, num_sequences, TILE_QUERIES)
     if IS_PADDED:
-        num_new = tl.where(is_decode(query_starts, sequence) == IS_DECODE, num_new, 0)
+        num_new = tl.where(is_decode(query_starts, sequence), 0, num_new)
     if first >= num_new:
         return
     context = tl.load(context_lengths + sequence)
@@ -66,13 +64,6 @@ def attend_kernel(
     tokens, heads = first_token + rows // GROUP, kv_head * GROUP + rows % GROUP
     is_row = rows < num_queries * GROUP
     mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    first_span, num_tiles = 0, 0
-    if NUM_SPLITS > 1:
-        parts = (tokens.to(tl.int64) * tl.num_programs(1) * GROUP + heads) * NUM_SPLITS + split
-        first_span, num_tiles = share_of_keys(context, split, TILE_KEYS, WINDOW, NUM_SPLITS, SPAN_KEYS)
-        if num_tiles <= 0:
-            tl.store(log_weights + parts, tl.full([TILE_ROWS], float("-inf"), tl.float32), mask=is_row)
-            return
     query_offsets = tokens[:, None].to(tl.int64) * query_token_stride + heads[:, None] * query_head_stride
     query_tile = tl.load(queries + query_offsets + dims[None, :], mask=mask, other=0.0)
 
@@ -80,19 +71,162 @@ def attend_kernel(
     keys, values = keys + kv_offset, values + kv_offset
     key_scales, value_scales = key_scales + kv_offset // HEAD_DIM, value_scales + kv_offset // HEAD_DIM
     positions, context_end = first_position + rows // GROUP, first_position + num_queries
-    largest, total = before_keys(sinks + heads, is_row, TILE_ROWS, HAS_SINKS and NUM_SPLITS == 1)
-    result, log_weight = attend_to_share(
-        largest, total, query_tile, keys, values, key_scales, value_scales, table, positions, first_position,
-        context_end, first_span, num_tiles, block_stride, slot_stride, scale, softcap,
-        HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_ROWS, TILE_KEYS, WINDOW, IS_CAPPED, NUM_SPLITS, SPAN_KEYS,
+    largest, total = before_keys(sinks + heads, is_row, TILE_ROWS, HAS_SINKS)
+    result = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+    largest, total, result = attend_to_all(
+        largest, total, result, query_tile, keys, values, key_scales, value_scales,
+        table, positions, first_position, context_end,
+        block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW, IS_CAPPED,
     )  # fmt: skip
+    result, _ = normalised(largest, total, result)
+    offsets = tokens[:, None].to(tl.int64) * output_token_stride + heads[:, None] * output_head_stride
+    tl.store(outputs + offsets + dims[None, :], result.to(outputs.dtype.element_ty), mask=mask)
 
-    if NUM_SPLITS == 1:
-        offsets = tokens[:, None].to(tl.int64) * output_token_stride + heads[:, None] * output_head_stride
-        tl.store(outputs + offsets + dims[None, :], result.to(outputs.dtype.element_ty), mask=mask)
-    else:
-        tl.store(partials + parts[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
-        tl.store(log_weights + parts, log_weight, mask=is_row)
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def attend_decodes_kernel(
+    queries, keys, values, key_scales, value_scales, sinks, outputs,
+    partials,  # [tokens, heads, NUM_SPLITS, HEAD_DIM] float32; unused with one split
+    log_weights,  # [tokens, heads, NUM_SPLITS] float32; unused with one split
+    query_starts, context_lengths, block_tables, table_rows,
+    query_token_stride, query_head_stride, output_token_stride, output_head_stride,
+    block_stride, kv_head_stride, slot_stride, table_stride,
+    num_sequences, scale, softcap,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr,
+    HAS_SINKS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPAN_KEYS: tl.constexpr, IS_PADDED: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """Attends for decodes: sequence i has one new token, the i-th of the batch. Grid: programs, KV heads.
+
+    The spans of all sequences are in one order: by sequence, by split, by position. A program computes the splits that
+    begin in its equal part of them.
+    """
+    program, kv_head = tl.program_id(0), tl.program_id(1)
+    num_spans = count_spans(query_starts, context_lengths, num_sequences, WINDOW, SPAN_KEYS, IS_PADDED, SEQUENCES)
+    begin = (program * num_spans // tl.num_programs(0)).to(tl.int32)
+    end = ((program + 1) * num_spans // tl.num_programs(0)).to(tl.int32)
+    if begin == end:
+        return
+    sequence, place = locate_span(
+        query_starts, context_lengths, num_sequences, begin, WINDOW, SPAN_KEYS, IS_PADDED, SEQUENCES
+    )
+
+    rows, dims = tl.arange(0, TILE_ROWS), tl.arange(0, PADDED_DIM)
+    heads, is_row = kv_head * GROUP + rows % GROUP, rows < GROUP
+    mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    kv_offset = kv_head.to(tl.int64) * kv_head_stride
+    keys, values = keys + kv_offset, values + kv_offset
+    key_scales, value_scales = key_scales + kv_offset // HEAD_DIM, value_scales + kv_offset // HEAD_DIM
+
+    # The sequence's splits are counted from that of its first visible span.
+    index = 0
+    while place < end:
+        context = tl.load(context_lengths + sequence)
+        first_visible, num_visible = visible_spans(context, WINDOW, SPAN_KEYS)
+        num_own = tl.cdiv(num_visible - index, NUM_SPLITS)
+        if place >= begin:
+            first_span = first_visible + index
+            token = sequence.to(tl.int64)
+            table = block_tables + tl.load(table_rows + sequence).to(tl.int64) * table_stride
+            query_offsets = token * query_token_stride + heads[:, None] * query_head_stride
+            query_tile = tl.load(queries + query_offsets + dims[None, :], mask=mask, other=0.0)
+            largest, total = before_keys(sinks + heads, is_row, TILE_ROWS, HAS_SINKS and NUM_SPLITS == 1)
+            result = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
+            largest, total, result = attend_to(
+                largest, total, result, query_tile, keys, values, key_scales, value_scales,
+                table, rows * 0 + context - 1, context, first_span * SPAN_KEYS,
+                tiles_of_split(context, first_span, num_own, TILE_KEYS, NUM_SPLITS, SPAN_KEYS),
+                block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW,
+                IS_CAPPED, SPAN_KEYS, NUM_SPLITS * SPAN_KEYS, True,
+            )  # fmt: skip
+            result, log_weight = normalised(largest, total, result)
+            if NUM_SPLITS == 1:
+                offsets = token * output_token_stride + heads[:, None] * output_head_stride
+                tl.store(outputs + offsets + dims[None, :], result.to(outputs.dtype.element_ty), mask=mask)
+            else:
+                parts = (token * tl.num_programs(1) * GROUP + heads) * NUM_SPLITS + first_span % NUM_SPLITS
+                tl.store(partials + parts[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
+                tl.store(log_weights + parts, log_weight, mask=is_row)
+        place += num_own
+        is_last = index + 1 >= tl.minimum(num_visible, NUM_SPLITS)
+        sequence += is_last.to(tl.int32)
+        index = tl.where(is_last, 0, index + 1)
+
+
+@triton.jit
+def visible_spans(context, WINDOW: tl.constexpr, SPAN_KEYS: tl.constexpr):
+    """Returns the first span that a decode sees some of, and the number of such spans."""
+    first = context * 0
+    if WINDOW > 0:
+        first = tl.maximum(context - WINDOW, 0) // SPAN_KEYS
+    return first, tl.cdiv(context, SPAN_KEYS) - first
+
+
+@triton.jit
+def spans_of(
+    query_starts, context_lengths, num_sequences, first, WINDOW: tl.constexpr, SPAN_KEYS: tl.constexpr,
+    IS_PADDED: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """Returns the numbers of spans of some decodes, from the `first` on; 0 for sequences that are none."""
+    sequences = first + tl.arange(0, SEQUENCES)
+    exists = sequences < num_sequences
+    if IS_PADDED:
+        start = tl.load(query_starts + sequences, mask=exists, other=-1)
+        end = tl.load(query_starts + sequences + 1, mask=exists, other=-1)
+        exists = (start == sequences) & (end == sequences + 1)
+    _, number = visible_spans(tl.load(context_lengths + sequences, mask=exists, other=0), WINDOW, SPAN_KEYS)
+    return tl.where(exists, number, 0)
+
+
+@triton.jit
+def count_spans(
+    query_starts, context_lengths, num_sequences, WINDOW: tl.constexpr, SPAN_KEYS: tl.constexpr,
+    IS_PADDED: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """Returns the number of spans of all decodes, int64, as its product with a number of programs needs."""
+    total = 0
+    for first in range(0, num_sequences, SEQUENCES):
+        spans = spans_of(query_starts, context_lengths, num_sequences, first, WINDOW, SPAN_KEYS, IS_PADDED, SEQUENCES)
+        total += tl.sum(spans, 0)
+    return total.to(tl.int64)
+
+
+@triton.jit
+def locate_span(
+    query_starts, context_lengths, num_sequences, place, WINDOW: tl.constexpr, SPAN_KEYS: tl.constexpr,
+    IS_PADDED: tl.constexpr, SEQUENCES: tl.constexpr,
+):  # fmt: skip
+    """Returns the sequence of a span, and the number of spans before the sequence."""
+    sequence, before, total = 0, 0, 0
+    for first in range(0, num_sequences, SEQUENCES):
+        spans = spans_of(query_starts, context_lengths, num_sequences, first, WINDOW, SPAN_KEYS, IS_PADDED, SEQUENCES)
+        ends = total + tl.cumsum(spans, 0)
+        is_before = (ends <= place) & (spans > 0)
+        sequence += tl.sum(is_before.to(tl.int32), 0)
+        before += tl.sum(tl.where(is_before, spans, 0), 0)
+        total += tl.sum(spans, 0)
+    return sequence, before
+
+
+@triton.jit
+def tiles_of_split(
+    context, first_span, num_spans, TILE_KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPAN_KEYS: tl.constexpr
+):  # fmt: skip
+    """Returns the number of tiles in a split's spans."""
+    last_start = (first_span + (num_spans - 1) * NUM_SPLITS) * SPAN_KEYS
+    num_in_last = tl.minimum(SPAN_KEYS // TILE_KEYS, tl.cdiv(context - last_start, TILE_KEYS))
+    return (num_spans - 1) * (SPAN_KEYS // TILE_KEYS) + num_in_last
+
+
+@triton.jit
+def normalised(largest, total, result):
+    """Returns the softmax-weighted values, and the base-2 logarithm of the sum of their weights."""
+    # A NaN counts as seen: it must not be dropped as a row without a key is.
+    has_seen = total != 0.0
+    divisor = tl.where(has_seen, total, 1.0)
+    log_weight = tl.where(has_seen, largest + tl.log2(divisor), float("-inf"))
+    return result / divisor[:, None], log_weight
 
 
 @triton.jit
@@ -135,59 +269,6 @@ def locate(query_starts, tile, first_sequence, num_sequences, TILE_QUERIES: tl.c
     num_new = tl.load(query_starts + first_sequence + index + 1) - start
     first = (tile - (start - before) // TILE_QUERIES - index) * TILE_QUERIES
     return first_sequence + index, first, start + first, num_new
-
-
-@triton.jit
-def share_of_keys(
-    context,
-    split,
-    TILE_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    SPAN_KEYS: tl.constexpr,
-):
-    """Returns a split's first span of a context, and its tiles in all its spans; 0 or less where it has none."""
-    first_span = split
-    if WINDOW > 0:
-        first_visible = tl.maximum(context - WINDOW, 0) // SPAN_KEYS
-        first_span = first_visible + (split - first_visible % NUM_SPLITS + NUM_SPLITS) % NUM_SPLITS
-    num_spans = (tl.cdiv(context, SPAN_KEYS) - first_span + NUM_SPLITS - 1) // NUM_SPLITS
-    last_start = (first_span + (num_spans - 1) * NUM_SPLITS) * SPAN_KEYS
-    num_in_last = tl.minimum(SPAN_KEYS // TILE_KEYS, tl.cdiv(context - last_start, TILE_KEYS))
-    return first_span, tl.where(num_spans > 0, (num_spans - 1) * (SPAN_KEYS // TILE_KEYS) + num_in_last, 0)
-
-
-@triton.jit
-def attend_to_share(
-    largest, total, query_tile, keys, values, key_scales, value_scales,
-    table, positions, first_position, context_end, first_span, num_tiles,
-    block_stride, slot_stride, scale, softcap,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr, WINDOW: tl.constexpr, IS_CAPPED: tl.constexpr, NUM_SPLITS: tl.constexpr,
-    SPAN_KEYS: tl.constexpr,
-):  # fmt: skip
-    """Returns the softmax-weighted values of a split's keys, and the base-2 logarithm of the sum of their weights.
-    `largest` and `total` are those of what is in the softmax besides."""
-    result = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
-    if NUM_SPLITS > 1:
-        largest, total, result = attend_to(
-            largest, total, result, query_tile, keys, values, key_scales, value_scales,
-            table, positions, context_end, first_span * SPAN_KEYS,
-            num_tiles, block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW,
-            IS_CAPPED, SPAN_KEYS, NUM_SPLITS * SPAN_KEYS, True,
-        )  # fmt: skip
-    else:
-        largest, total, result = attend_to_all(
-            largest, total, result, query_tile, keys, values, key_scales, value_scales,
-            table, positions, first_position, context_end,
-            block_stride, slot_stride, scale, softcap, HEAD_DIM, PADDED_DIM, BLOCK_SIZE, TILE_KEYS, WINDOW, IS_CAPPED,
-        )  # fmt: skip
-
-    # A NaN counts as seen: it must not be dropped as an empty split is.
-    has_seen = total != 0.0
-    divisor = tl.where(has_seen, total, 1.0)
-    log_weight = tl.where(has_seen, largest + tl.log2(divisor), float("-inf"))
-    return result / divisor[:, None], log_weight
 
 
 @triton.jit
@@ -307,9 +388,9 @@ def tanh(x):
 
 @triton.jit
 def combine_kernel(
-    partials, log_weights, sinks, outputs, query_starts, output_token_stride, output_head_stride,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IS_PADDED: tl.constexpr,
+    partials, log_weights, sinks, outputs, query_starts, context_lengths, output_token_stride, output_head_stride,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, SPAN_KEYS: tl.constexpr, IS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """Computes the weighted mean of the splits of one decode and head. A sink has a weight and no value. Grid: tokens,
     heads."""
@@ -319,7 +400,9 @@ def combine_kernel(
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits, dims = tl.arange(0, NUM_SPLITS), tl.arange(0, PADDED_DIM)
     first_part = (token * tl.num_programs(1) + head) * NUM_SPLITS
-    logs = tl.load(log_weights + first_part + splits)
+    first_visible, num_visible = visible_spans(tl.load(context_lengths + token), WINDOW, SPAN_KEYS)
+    is_used = (splits - first_visible % NUM_SPLITS + NUM_SPLITS) % NUM_SPLITS < num_visible
+    logs = tl.load(log_weights + first_part + splits, mask=is_used, other=float("-inf"))
     # Every token sees at least its own key, so one split has a weight. It may be NaN, which the result is then, too.
     largest = tl.max(logs, 0)
     if HAS_SINKS:

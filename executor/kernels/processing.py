@@ -45,20 +45,44 @@ def change_kernel(
     ids, biases,  # of each entry; no id twice in a row
     counts,  # of each entry: how often the id is in the output; negative: not in the prompt either
     repetitions, frequencies, presences,  # penalties of each row
-    vocabulary_size, TILE: tl.constexpr,
+    unread_places,  # of each row's newest token in `token_ids`, if it is not counted; negative: all are counted
+    token_ids, vocabulary_size, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Changes a row at a tile of its entries. Grid: rows, tiles."""
+    """Changes a row at a tile of its entries, or at its newest token if that is not one of them. Grid: rows, tiles and
+    one more."""
     row = tl.program_id(0)
-    entry = tl.load(starts + row) + tl.program_id(1) * TILE + tl.arange(0, TILE)
-    exists = entry < tl.load(starts + row + 1)
-    place = changed + row.to(tl.int64) * vocabulary_size + tl.load(ids + entry, mask=exists, other=0)
+    first, end = tl.load(starts + row), tl.load(starts + row + 1)
+    unread_place = tl.load(unread_places + row)
+    unread_id = tl.load(token_ids + unread_place, mask=unread_place >= 0, other=-1)
     repetition = tl.load(repetitions + row)
-    value = tl.load(place, mask=exists, other=0.0) + tl.load(biases + entry, mask=exists, other=0.0)
-    count = tl.load(counts + entry, mask=exists, other=-1)
+    frequency, presence = tl.load(frequencies + row), tl.load(presences + row)
+    logits = changed + row.to(tl.int64) * vocabulary_size
+    if tl.program_id(1) < tl.num_programs(1) - 1:
+        entry = first + tl.program_id(1) * TILE + tl.arange(0, TILE)
+        exists = entry < end
+        entry_ids = tl.load(ids + entry, mask=exists, other=0)
+        value = tl.load(logits + entry_ids, mask=exists, other=0.0) + tl.load(biases + entry, mask=exists, other=0.0)
+        count = tl.load(counts + entry, mask=exists, other=-1)
+        count = tl.where(entry_ids == unread_id, tl.maximum(count, 0) + 1, count)
+        tl.store(logits + entry_ids, penalised(value, count, repetition, frequency, presence), mask=exists)
+    elif unread_id >= 0:
+        number = 0
+        for start in range(first, end, TILE):
+            entry = start + tl.arange(0, TILE)
+            is_unread = tl.load(ids + entry, mask=entry < end, other=-1) == unread_id
+            number += tl.sum(is_unread.to(tl.int32), 0)
+        if number == 0:
+            value = tl.load(logits + unread_id)
+            tl.store(logits + unread_id, penalised(value, number + 1, repetition, frequency, presence))
+
+
+@triton.jit
+def penalised(value, count, repetition, frequency, presence):
+    """Returns a logit of an id that is `count` times in the output, or negative: not in the prompt either."""
     repeated = tl.where(value > 0.0, tl.div_rn(value, repetition), value * repetition)
     value = tl.where(count >= 0, repeated, value)
-    less = value - count.to(tl.float32) * tl.load(frequencies + row) - tl.load(presences + row)
-    tl.store(place, tl.where(count > 0, less, value), mask=exists)
+    less = value - count.to(tl.float32) * frequency - presence
+    return tl.where(count > 0, less, value)
 
 
 @triton.jit

@@ -22,6 +22,8 @@ SPAN_KEYS = 256
 FP8_SPAN_KEYS = 128
 # Programs that one decode may occupy: about as many as the largest GPUs have processors.
 MAX_PROGRAMS = 128
+# Programs that share the decodes of a step: several for each processor, so that all end at about the same time.
+MAX_DECODE_PROGRAMS = 1024
 MAX_SPLITS = 32
 
 
@@ -42,8 +44,8 @@ class AttentionWork:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Rows (tokens times the heads of a group) and keys of a tile, and the number of programs that share the keys, in
-    spans of `span_keys`, a multiple of `keys`.
+    """Rows (tokens times the heads of a group) and keys of a tile, and the number of parts of the keys, in spans of
+    `span_keys`, a multiple of `keys`.
 
     It depends on the model alone, never on the batch: other rows, keys, splits or warps would add in another order.
     """
@@ -54,6 +56,17 @@ class Tiling:
     num_warps: int
     num_stages: int
     span_keys: int = SPAN_KEYS
+
+
+# Chunks on compute capability 9.0, by padded head size and bytes of a key's number. The matrix instruction takes 64
+# rows of four warps. Heads of 256 are not measured; with 64 rows they would spill.
+HOPPER_CHUNKS = {
+    (64, 2): Tiling(128, 64, 1, 4, 3),
+    (64, 1): Tiling(128, 128, 1, 4, 3),
+    (128, 2): Tiling(128, 128, 1, 8, 3),
+    (128, 1): Tiling(64, 128, 1, 4, 2),
+    (256, 2): Tiling(128, 32, 1, 8, 2),
+}
 
 
 def decode_tiling(work: AttentionWork) -> Tiling:
@@ -70,13 +83,18 @@ def decode_tiling(work: AttentionWork) -> Tiling:
 def chunk_tiling(work: AttentionWork) -> Tiling:
     """Returns the largest row tiles. Where a chunk does not fill them, loading its keys takes longer than the rows that
     are missing would."""
-    rows, dim = max(power_of_two(work.group), _max_rows(work)), padded_dim(work.head_dim)
-    if work.is_hopper and work.element_bytes == 2 and work.group <= 64 and dim in (64, 128):
-        # A matrix instruction takes 64 rows of four warps.
-        if work.kv_element_bytes == 1:
-            return Tiling(64, 128, 1, 4, 2) if dim == 128 else Tiling(rows, 128, 1, 4, 3)
-        return Tiling(rows, 128, 1, 8, 3) if dim == 128 else Tiling(rows, 64, 1, 4, 3)
+    if work.is_hopper and work.element_bytes == 2 and work.group <= 64:
+        tiling = HOPPER_CHUNKS.get((padded_dim(work.head_dim), work.kv_element_bytes))
+        if tiling is not None:
+            return tiling
+    rows = max(power_of_two(work.group), _max_rows(work))
     return Tiling(rows, _tile_keys(work), 1, 4 if rows <= 64 else 8, 2)
+
+
+def num_decode_programs(work: AttentionWork, splits: int) -> int:
+    """Returns the programs for each KV head in a launch with decodes: no more than there may be splits. No result
+    depends on it."""
+    return max(1, min(work.num_sequences * splits, MAX_DECODE_PROGRAMS // work.num_kv_heads))
 
 
 def num_row_tiles(work: AttentionWork, rows: int) -> int:

@@ -151,7 +151,7 @@ BATCHES = ([1] * 128, [4] * 8, [1] * 4, [1] * 32 + [480])
 def main(capability: int, *, is_digest: bool, is_sample: bool) -> None:
     """Compiles everything or a sample, or prints the digest."""
     seen: set[str] = set()
-    sampled: set[tuple[str, bool, bool]] = set()
+    sampled: set[tuple[str, bool]] = set()
     digest = hashlib.sha256(str(capability).encode())
 
     def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -163,9 +163,8 @@ def main(capability: int, *, is_digest: bool, is_sample: bool) -> None:
             return
         seen.add(key)
         digest.update(f"{kernel.cache_key} {key}".encode())
-        is_decode = bool(bound.get("IS_DECODE"))
         has_fp8 = "*fp8e4nv" in source.signature.values()
-        kind = (kernel.__name__, is_decode, has_fp8)
+        kind = (kernel.__name__, has_fp8)
         if is_digest or (is_sample and kind in sampled):
             return
         sampled.add(kind)
@@ -175,7 +174,7 @@ def main(capability: int, *, is_digest: bool, is_sample: bool) -> None:
         figures = {"shared_bytes": compiled.metadata.shared, "num_fused": compiled.asm["ptx"].count("fma.")}
         figures |= figures_of_ptxas(log.getvalue()) | figures_of_pipeline(compiled.asm["ttgir"])
         sizes = [bound[param.name] for param in kernel.params if param.is_constexpr]
-        name = {"kernel": kernel.__name__, "constants": sizes, "is_decode": is_decode, "has_fp8": has_fp8}
+        name = {"kernel": kernel.__name__, "constants": sizes, "has_fp8": has_fp8}
         print(json.dumps(name | figures | options), flush=True)
 
     # The assembler's report is written to stdout; it has none for what is taken from the cache.

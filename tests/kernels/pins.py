@@ -61,8 +61,8 @@ def faults(compiled: list[dict[str, Any]], capability: int) -> list[str]:
             found.append(f"{name} needs {kernel['shared_bytes']} bytes of shared memory")
         if kernel["kernel"] == "change_kernel" and kernel["num_fused"]:
             found.append(f"{name}: a penalty is a product and a subtraction, each rounded, as in torch and C++")
-        loads_ahead = kernel["is_decode"] and not kernel["has_fp8"]
-        if kernel["kernel"] == "attend_kernel" and loads_ahead and min(kernel["buffers"], default=0) < 2:
+        loads_ahead = kernel["kernel"] == "attend_decodes_kernel" and not kernel["has_fp8"]
+        if loads_ahead and min(kernel["buffers"], default=0) < 2:
             found.append(f"{name}: decodes load keys and values a tile ahead")
     return found
 

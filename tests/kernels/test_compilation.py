@@ -16,7 +16,8 @@ from tests.kernels.compile_kernels import MIN_FP8_CAPABILITY
 from tests.kernels.pins import MAX_SHARED_BYTES, PINS, compile_for, faults, figures_of, find_digests
 
 KERNELS = {
-    *("attend_kernel", "combine_kernel", "write_kernel", "rope_write_kernel", "residual_norm_kernel", "gated_kernel"),
+    *("attend_kernel", "attend_decodes_kernel", "combine_kernel", "write_kernel", "rope_write_kernel"),
+    *("residual_norm_kernel", "gated_kernel"),
     *("restrict_kernel", "draw_kernel", "choose_kernel", "resolve_kernel", "follow_tables_kernel"),
     *("shrink_kernel", "expand_kernel", "coded_product_kernel", "add_splits_kernel", "decode_kernel"),
     *("score_experts_kernel", "choose_experts_kernel", "order_pairs_kernel", "grouped_kernel", "add_experts_kernel"),

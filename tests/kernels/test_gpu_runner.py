@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from inflight.common.model_source import resolve_model
-from inflight.executor.engine.runner import StepRunner
+from inflight.executor.engine.runner import PendingStep, StepRunner
 from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.device_step import DeviceStep
 from inflight.executor.gpu.runner import MAX_IN_FLIGHT, GpuRunner
@@ -21,7 +22,7 @@ from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.limits import Batching, Overcommit, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.scheduler import Scheduler
-from inflight.executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, Stopping
+from inflight.executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, StepPlan, Stopping
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE
 from tests.support.scheduler.scheduling import run_overlapped
 
@@ -181,13 +182,14 @@ def test_row_that_excludes_every_token_ends_with_an_error_of_its_own(folder: Pat
 def test_a_step_is_not_launched_before_the_tokens_that_its_rows_depend_on_are_read(folder: Path) -> None:
     runner, scheduler = gpu_runner(folder), Scheduler(LIMITS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
     some, plain = changed_requests()[5], changed_requests()[1]
+    some.processors = Processors(no_repeat_ngram_size=2)
     assert scheduler.offer(plain) is None
     first_plan = scheduler.schedule()
     first = runner.launch(first_plan)
     assert scheduler.offer(some) is None
     second_plan = scheduler.schedule()
 
-    # Given a step with a changed row, launched before one without is read
+    # Given a step with a row whose mask depends on its tokens, launched before one without is read
     second = runner.launch(second_plan)
 
     assert (first.allows_next, second.allows_next) == (True, False)
@@ -197,6 +199,35 @@ def test_a_step_is_not_launched_before_the_tokens_that_its_rows_depend_on_are_re
     second.result()
     assert second.allows_next
     runner.close()
+
+
+def test_penalties_biases_and_allowed_ids_keep_the_overlap(folder: Path) -> None:
+    # Given rows whose newest token is known to the device alone when they are changed, and ends that nobody foresees
+    changes = (
+        Processors(frequency_penalty=0.9),
+        Processors(((3, 2.0), (9, 4.0)), presence_penalty=0.5),
+        Processors(((11, 30.0),), frozenset(range(60)), 1.4, 2.0, 2.0),
+        Processors(repetition_penalty=0.6),
+        Processors(((7, 9.0),)),
+    )
+    runners: list[StepRunner] = [ModelRunner(load(folder, "reference"), LIMITS, BLOCK_SIZE), gpu_runner(folder)]
+    found, allowed = [], []
+    for num_ahead, runner in enumerate(runners):
+        sequences = changed_requests()[:5]
+        for some, processors in zip(sequences, changes, strict=True):
+            some.processors = processors
+        launch = runner.launch
+
+        def watched(plan: StepPlan, launch: Callable[[StepPlan], PendingStep] = launch) -> PendingStep:
+            step = launch(plan)
+            allowed.append(step.allows_next)
+            return step
+
+        runner.launch = watched  # type: ignore[method-assign]
+        outputs(runner, sequences, num_ahead=num_ahead)
+        found.append(sequences)
+    assert_same_sequences(found[1], found[0])
+    assert all(allowed)
 
 
 def test_what_compiles_kernels_at_the_start_changes_no_token(folder: Path) -> None:

@@ -14,6 +14,7 @@ from tests.kernels.comparison import (
     assert_padding_changes_nothing,
     assert_rows_are_independent,
     filled,
+    padded,
 )
 from tests.support.device.paged_cases import Spec, make_case
 
@@ -70,6 +71,26 @@ def test_decodes_of_one_and_of_many_spans_equal_the_reference(
     monkeypatch.setattr("inflight.executor.kernels.tiling.MAX_PROGRAMS", num_programs)
     specs = tuple(Spec(1, context) for context in (1, 255, 256, 257, 520, 1000))
     assert_attends_as_the_reference(specs, KvShape(1, 10), 1, scoring=scoring, block_size=48)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("is_padded", [False, True], ids=["decodes", "padded"])
+def test_number_of_programs_changes_no_bit_of_decodes(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, is_padded: bool
+) -> None:
+    # Given contexts of one span and of many, so that programs begin and end in the middle of them
+    specs = tuple(Spec(1, context) for context in (1, 700, 20, 2100, 256, 257, 3))
+    case, shape, scoring = make_case(specs, 16), KvShape(2, 16), Scoring(0.2, window)
+    keys, values = torch.randn(2, case.history.num_tokens, 2, 16)
+    queries = torch.randn(9, 4, 16)
+    kv = filled(TritonAttention(), shape, case, keys, values, 16)
+    batch = padded(case.batch, 9, 9) if is_padded else case.batch
+    queries = queries[: batch.num_tokens]
+    expected = TritonAttention().attend(queries, kv, batch, scoring)
+    for num_programs, num_at_once in ((2, 2), (6, 4), (14, 256)):
+        monkeypatch.setattr("inflight.executor.kernels.tiling.MAX_DECODE_PROGRAMS", num_programs)
+        monkeypatch.setattr("inflight.executor.attention.triton.SEQUENCES_AT_ONCE", num_at_once)
+        assert torch.equal(TritonAttention().attend(queries, kv, batch, scoring), expected)
 
 
 def test_key_that_is_no_number_leaves_none_to_its_row_whatever_split_it_is_in() -> None:

@@ -123,6 +123,29 @@ def test_tokens_that_are_appended_count() -> None:
             row.append(token_id)
 
 
+def test_token_that_is_not_read_counts_from_the_inputs_of_the_step() -> None:
+    # Given rows whose newest token is among their entries, has only a bias, is new, or concerns no penalty
+    kinds = (
+        Processors(((9, 1.0),), repetition_penalty=1.2, frequency_penalty=0.5),
+        Processors(((9, 1.0), (5, 3.0)), presence_penalty=0.5, frequency_penalty=0.3),
+        Processors(repetition_penalty=0.8),
+        Processors(((9, -1.0),), frozenset({1, 9, 30})),
+    )
+    logits = logits_of(4, 600)
+    logits[:, 9] = 2.0
+    for output in ([], OUTPUT, list(range(40, 90))):
+        rows = {i: row_of(processors, PROMPT, output, 600) for i, processors in enumerate(kinds)}
+        for newest in (5, 9, 30):
+            input_ids = torch.tensor([77, newest, 78], dtype=torch.int32)
+            processing = Processing(CPU, 600, CONTEXT_LENGTH, 4)
+            ours = processing.changed(logits, rows, dict.fromkeys(range(3), 1), input_ids)
+            expected = [
+                process_row(numbers_of(logits)[i], row_of(processors, PROMPT, [*output, newest], 600))
+                for i, processors in enumerate(kinds)
+            ]
+            assert torch.equal(ours, torch.stack(expected))
+
+
 def test_changed_ids_are_forgotten_with_their_row() -> None:
     processing = Processing(CPU, 45, CONTEXT_LENGTH, 4)
     rows = {0: row_of(Processors(repetition_penalty=2.0), PROMPT, [], 45)}

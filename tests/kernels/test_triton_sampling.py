@@ -13,7 +13,7 @@ from inflight.executor.gpu.sampling import CHUNK, DrawRows, draw, restrict
 from inflight.executor.scheduler.sequence import Sampling
 from inflight.executor.step.philox import MASK
 from inflight.executor.step.philox import philox_words as torch_philox
-from inflight.executor.step.sampling import LARGEST_UNIFORM, SampleRow, min_p_logs, sample
+from inflight.executor.step.sampling import LARGEST_UNIFORM, SampleRow, keep_likeliest, min_p_logs, sample
 from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.kernels.probes import noise_kernel, words_kernel
 from tests.support.device.torch_threads import torch_threads
@@ -153,6 +153,36 @@ def test_min_p_keeps_the_tokens_of_the_torch_sampler(top_k: int, top_p: float) -
     logits = torch.cat((logits, torch.full((1, VOCABULARY_SIZE), float("nan"))))
     rows.append(row(1.0, top_k=top_k, top_p=top_p, min_p=0.3))
     assert drawn(logits, rows) == sample(logits, rows).tolist()
+
+
+@pytest.mark.parametrize(
+    ("spread", "step"), [(0.3, None), (3.0, 0.5), (0.3, 8.0)], ids=["distinct", "some equal", "all equal"]
+)
+def test_thresholds_in_a_row_of_many_chunks_are_those_of_the_torch_sampler(
+    monkeypatch: pytest.MonkeyPatch, spread: float, step: float | None
+) -> None:
+    # Given rows whose thresholds are among the tokens that are listed first, far below, and at the end
+    monkeypatch.setattr("inflight.executor.gpu.sampling.RESTRICTION_CHUNK", 64)
+    logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(5)) * spread
+    if step is not None:
+        logits = (logits / step).round() * step
+    restrictions = [
+        *((k, 1.0, 0.0) for k in (40, 300, 999)),
+        *((0, p, 0.0) for p in (0.01, 0.5, 0.9999)),
+        *((k, p, 0.0) for k in (40, 300) for p in (0.113, 0.9003)),
+        *((0, 1.0, 0.2), (500, 0.7003, 1e-6)),
+    ]
+    rows = [row(1.0, top_k=k, top_p=p, min_p=m, banned=range(7)) for k, p, m in restrictions]
+    logits = logits.repeat(len(rows), 1)
+    logits[0, 11] = float("nan")
+    edges, last_ids = restrict(logits, draw_rows(rows))
+
+    logits[:, :7], logits[0, 11] = float("-inf"), float("-inf")
+    ids, is_kept = keep_likeliest(logits, [row.sampling for row in rows])
+    expected = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, is_kept)
+    is_lowest = torch.arange(1000) <= last_ids[:, None]
+    kept = (logits > edges[:, None]) | ((logits == edges[:, None]) & is_lowest)
+    assert torch.equal(kept & (logits > float("-inf")), expected)
 
 
 def kept_ids(logits: list[float], top_k: int, top_p: float, min_p: float = 0.0) -> set[int]:

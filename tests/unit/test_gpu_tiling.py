@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.executor.kernels.tiling import AttentionWork, Tiling, chunk_tiling, decode_tiling, num_row_tiles
+from inflight.executor.kernels.tiling import (
+    AttentionWork,
+    Tiling,
+    chunk_tiling,
+    decode_tiling,
+    num_decode_programs,
+    num_row_tiles,
+)
 
 LLAMA_8B = AttentionWork(64, 64, num_kv_heads=8, group=4, head_dim=128, element_bytes=2, kv_element_bytes=2)
 
@@ -26,6 +33,11 @@ def test_tiling_does_not_depend_on_the_batch(tiling: Callable[[AttentionWork], T
     assert len({tiling(of(*sizes)) for sizes in ((1, 1), (16, 4), (64, 64), (2000, 1))}) == 1
 
 
+@pytest.mark.parametrize(("num_sequences", "programs"), [(1, 16), (4, 64), (8, 128), (500, 128)])
+def test_programs_of_decodes_are_few_whatever_their_number(num_sequences: int, programs: int) -> None:
+    assert num_decode_programs(of(num_sequences, num_sequences), splits=16) == programs
+
+
 @pytest.mark.parametrize(("group", "rows"), [(1, 16), (4, 16), (16, 16), (17, 32), (30, 32)])
 def test_rows_of_a_decode_hold_the_group(group: int, rows: int) -> None:
     assert decode_tiling(replace(LLAMA_8B, group=group)).rows == rows
@@ -41,5 +53,6 @@ def test_there_is_a_row_tile_for_every_token(lengths: list[int]) -> None:
 def test_wide_heads_and_float32_get_smaller_tiles() -> None:
     wide = replace(of(2000, 1), head_dim=256)
     assert (chunk_tiling(wide).rows, chunk_tiling(wide).keys) == (64, 32)
+    assert chunk_tiling(replace(wide, is_hopper=True)).rows == 128
     exact = replace(wide, element_bytes=4)
     assert (chunk_tiling(exact).rows, chunk_tiling(exact).keys) == (16, 16)

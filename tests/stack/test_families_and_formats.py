@@ -74,8 +74,8 @@ def gpt_oss_in_mxfp4(folder: Path) -> tuple[Path, Path]:
 
 
 MAKERS: dict[str, Maker] = {
-    "gpt-oss-mxfp4": gpt_oss_in_mxfp4,
     **{name: family(config) for name, config in CONFIGS.items()},
+    "gpt-oss-mxfp4": gpt_oss_in_mxfp4,
     **{name: quantized(name) for name in RUN},
     **{name: gguf_file(kinds) for name, kinds in GGUF_FILES.items()},
 }

@@ -104,8 +104,8 @@ GGUF_CODES = {
     "IQ4_NL": Codes(8, 32, False, 2),
     "IQ4_XS": Codes(8, 32, False, 4),
 }
-# Experts of gpt-oss: pairs of codes, and a scale of a byte for each group of 32.
-MXFP4_EXPERTS = Codes(4, 32, False, 4, gpu_group_bytes=1, is_dense_on_cpu=True)
+# Experts of gpt-oss: on a CPU whole numbers of 8 bits, on a GPU pairs of codes with a scale of a byte for each group.
+MXFP4_EXPERTS = Codes(8, 32, False, 2, gpu_group_bytes=1, gpu_bits=4)
 GGUF_DENSE = ("F32", "F16", "BF16")
 # Architectures whose files are read as they are; executors import others as dense models.
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -138,7 +138,7 @@ def _bytes_each(weight: WeightCount, dtype: str, weight_dtype: str) -> float:
     if weight_dtype == "int8" and weight.role in (Role.MATRIX, Role.EXPERT):
         return _INT8_BYTES
     codes = {"auto": weight.codes, "quantized": weight.codes, "int4": _ROUNDED.get(weight.role)}.get(weight_dtype)
-    if codes is None or codes.is_dense_on_cpu or weight.role in (Role.EMBEDDING, Role.EXPERT):
+    if codes is None or codes.is_dense_on_cpu or weight.role is Role.EMBEDDING:
         return BYTES_PER_NUMBER[dtype]
     scale_bytes = 2 if dtype == "bfloat16" else codes.scale_bytes
     factor = _FACTOR_BYTES / codes.depth if codes.depth else 0

@@ -43,6 +43,8 @@ from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling_columns import SamplingBatch
 
 LANES = 16
+# Columns of a block of matmul.h.
+BLOCK_COLUMNS = 32
 # `ProductScratch::TILE_NUMBERS` of product.h, which holds a row.
 MAX_WIDTH = 64 << 10
 # The parts of a step that are timed separately, in the order of decoder.h.
@@ -495,7 +497,8 @@ def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int
     packed, there is memory for a packed embedding and output layer beside a tied one."""
     shape = weights.shape
     for index, layer in enumerate(weights.layers):
-        yield index, Packed.QKV, layer.qkv_matrices if layer.mixer else shard.qkv(shape, layer.qkv_matrices)
+        qkv = _in_whole_blocks(layer.qkv_matrices) if layer.mixer else shard.qkv(shape, layer.qkv_matrices)
+        yield index, Packed.QKV, qkv
         yield index, Packed.OUTPUT, (shard.hidden(shape, layer.output),)
         if layer.router is None:
             yield index, Packed.GATE_UP, shard.gate_up(layer.gate_up_parts)
@@ -512,6 +515,19 @@ def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int
             yield index, Packed.DOWN, (shard.hidden(shape, layer.shared_down),)
     yield 0, Packed.EMBEDDING, (shard.embedding(weights),)
     yield 0, Packed.HEAD, (shard.head(weights),)
+
+
+def _in_whole_blocks(matrices: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
+    """Returns the projections in front of a mixer, dense if they share a block of columns with another one, which may
+    have other codes: those of a number for each head."""
+    last = len(matrices) - 1
+    return tuple(
+        matrix.dequantized()
+        if not isinstance(matrix, Tensor)
+        and (first % BLOCK_COLUMNS or (matrix.shape[0] % BLOCK_COLUMNS and place < last))
+        else matrix
+        for place, (first, matrix) in enumerate(_with_first_columns(matrices))
+    )
 
 
 def _of_expert(matrices: Matrix, expert: int, num_experts: int, orders: Tensor | None) -> Matrix:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inflight.common.disk_cache import build_once, cache_folder
+from inflight.common.model_files.gguf_architectures import architecture_of
 from inflight.common.model_files.gguf_header import MAGIC, PART_NAME, GgufError, GgufHeader, parts_of, read_gguf_header
 from inflight.common.model_files.gguf_pre_tokenizer import set_pre_tokenizer
 
@@ -284,16 +285,22 @@ def _digest_of_gguf(parts: Iterable[Path]) -> str:
 
 
 def _write_tokenizer(source: ModelSource, folder: Path) -> None:
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
     assert source.gguf_file is not None
-    metadata = read_gguf(source.gguf_file).metadata
-    tokenizer = AutoTokenizer.from_pretrained(
-        str(source.folder), gguf_file=source.gguf_file.name, trust_remote_code=False
-    )
+    header = read_gguf(source.gguf_file)
+    metadata = header.metadata
+    architecture = architecture_of(header)
+    kind: Any = AutoTokenizer
+    if architecture is not None:
+        # By its name, because AutoTokenizer reads a configuration of the file, which transformers may not know.
+        name = TOKENIZER_MAPPING_NAMES.get(architecture.model_type)
+        kind = PreTrainedTokenizerFast if name is None else tokenizer_class_from_name(name)
+    tokenizer = kind.from_pretrained(str(source.folder), gguf_file=source.gguf_file.name, trust_remote_code=False)
     if metadata.get("tokenizer.ggml.model") == "gpt2":
-        name = metadata.get("tokenizer.ggml.pre")
-        if reason := set_pre_tokenizer(tokenizer, None if name is None else str(name)):
+        rule = metadata.get("tokenizer.ggml.pre")
+        if reason := set_pre_tokenizer(tokenizer, None if rule is None else str(rule)):
             raise ModelError(f"{source.gguf_file}: {reason}")
     tokenizer.save_pretrained(str(folder))
 

@@ -40,6 +40,7 @@ TENSOR_TYPES = {
     20: ("IQ4_NL", 32, 18),
     23: ("IQ4_XS", 256, 136),
     30: ("BF16", 1, 2),
+    39: ("MXFP4", 32, 17),
 }
 # Tensors begin at multiples of this, unless the metadata has another number.
 _ALIGNMENT = 32

@@ -13,8 +13,6 @@ RECURRENT_LAYERS = {
     **dict.fromkeys(SHORT_CONVOLUTIONS, frozenset({"conv"})),
     **dict.fromkeys(GATED_DELTA_NETS, frozenset({"linear_attention"})),
 }
-# Architectures of GGUF files that are refused.
-RECURRENT_GGUF = frozenset({"lfm2", "lfm2moe", "qwen35", "qwen35moe", "qwen3next"})
 # Of a gated delta net: tokens between two boundaries, and positions that a slot keeps behind one.
 DELTA_GRID = 64
 DELTA_PLACES = 2 * DELTA_GRID

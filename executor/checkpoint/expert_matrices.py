@@ -5,6 +5,7 @@ They take the place of a parameter of transformers' module of experts, which rea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inflight.executor.checkpoint.quantized_weight import Matrix, dense_matrix
+from inflight.executor.checkpoint.quantized_weight import Coded, Matrix, dense_matrix
 
 # The parameters of a module of experts that are matrices.
 PARAMETERS = ("gate_up_proj", "down_proj")
@@ -110,24 +111,30 @@ def _ordered(module: nn.Module, name: str, parameter: Tensor) -> ExpertMatrices:
 
 
 def expand_experts(network: PreTrainedModel) -> int:
-    """Replaces the matrices of experts that are of codes by dense ones, one after the other. Returns how many."""
+    """Replaces the matrices of experts by the parameters of transformers, which are dense, one after the other. Returns
+    how many were of codes."""
     count = 0
     for module in expert_modules(network).values():
         for name in PARAMETERS:
             matrices = getattr(module, name)
-            if isinstance(matrices, ExpertMatrices) and not isinstance(matrices.matrix, Tensor):
-                count += 1
+            if isinstance(matrices, ExpertMatrices):
+                count += not isinstance(matrices.matrix, Tensor)
                 replace_parameter(network, module, name, matrices.expanded())
     return count
 
 
 def has_coded_experts(network: nn.Module) -> bool:
     """Returns whether a layer has experts with matrices of codes."""
-    return any(
-        isinstance(matrices := getattr(module, name), ExpertMatrices) and not isinstance(matrices.matrix, Tensor)
-        for module in expert_modules(network).values()
-        for name in PARAMETERS
-    )
+    return any(True for _ in coded_experts(network))
+
+
+def coded_experts(network: nn.Module) -> Iterator[Coded]:
+    """Yields the matrices of experts that are of codes."""
+    for module in expert_modules(network).values():
+        for name in PARAMETERS:
+            matrices = getattr(module, name)
+            if isinstance(matrices, ExpertMatrices) and not isinstance(matrices.matrix, Tensor):
+                yield matrices.matrix
 
 
 def expert_modules(network: nn.Module) -> dict[str, nn.Module]:

@@ -23,6 +23,7 @@ from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
 from transformers.integrations.gguf.reader import read_gguf_metadata
 
 from inflight.common.disk_cache import build_once
+from inflight.common.model_files.gguf_architectures import Architecture, architecture_of, configuration_of
 from inflight.common.model_files.gguf_header import GgufHeader, join_parts, parts_of
 from inflight.common.model_source import ModelError, ModelSource, import_tokenizer, model_errors, read_gguf
 from inflight.executor.checkpoint.gguf_metadata import ROPE_TENSORS, apply_metadata
@@ -61,14 +62,26 @@ def import_configuration(source: ModelSource) -> Path:
 
 def _write_configuration(source: ModelSource, folder: Path) -> None:
     assert source.gguf_file is not None
+    header = read_gguf(source.gguf_file)
+    architecture = architecture_of(header)
     with quiet_transformers():
-        config = AutoConfig.from_pretrained(
-            str(source.folder), gguf_file=source.gguf_file.name, trust_remote_code=False
-        )
-    apply_metadata(config, read_gguf(source.gguf_file))
+        if architecture is None:
+            config = AutoConfig.from_pretrained(
+                str(source.folder), gguf_file=source.gguf_file.name, trust_remote_code=False
+            )
+        else:
+            config = AutoConfig.for_model(**_fields_of(header, architecture))
+    apply_metadata(config, header)
     ignore_padding(config)
     config.save_pretrained(str(folder))
     _write_generation_config(source.gguf_file, folder)
+
+
+def _fields_of(header: GgufHeader, architecture: Architecture) -> dict[str, Any]:
+    try:
+        return configuration_of(header, architecture)
+    except KeyError as error:
+        raise ModelError(f"the file has no {error.args[0]}") from None
 
 
 def _write_model(source: ModelSource, tokenizer_folder: Path, folder: Path) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from transformers import PretrainedConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
+from inflight.common.model_files.gguf_architectures import SIZES, architecture_of
 from inflight.common.model_files.gguf_header import GgufHeader, GgufTensor, Value
 from inflight.common.model_source import ModelError
 
@@ -94,7 +95,7 @@ _MAPPINGS = {"gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2", "qwen2moe": "qwen
 _WIDE_SCALE_LAYERS = {"gemma2": 46, "gemma3": 62}
 # Architectures whose sliding window transformers applies as it is in the file.
 _WINDOWED = frozenset({"gemma2", "gemma3", "phi3"})
-_PARTIAL_ROTARY = frozenset({"phi3", "stablelm", "nemotron"})
+_PARTIAL_ROTARY = frozenset({"phi3", "stablelm", "nemotron", "glm4moe", "qwen3next", "qwen35", "qwen35moe"})
 
 
 def apply_metadata(config: PretrainedConfig, header: GgufHeader) -> None:
@@ -120,6 +121,7 @@ def unused_keys(header: GgufHeader) -> list[str]:
     """Returns the keys that no part of the import reads, without those that only describe the file."""
     keys = _Keys(header)
     used = keys.mapping.keys() | FIELDS.keys() | NEUTRAL.keys() | _READ
+    used |= set() if keys.own is None else keys.own.applied.keys()
     return sorted(
         key
         for key in header.metadata
@@ -137,6 +139,9 @@ class _Keys:
         name = _MAPPINGS.get(header.architecture, header.architecture)
         # The fields that transformers sets.
         mapping: Any = GGUF_CONFIG_MAPPING.get(name, {})
+        self.own = architecture_of(header)
+        if self.own is not None:
+            mapping = SIZES | self.own.fields
         self.mapping: Mapping[str, str] = {key: field for key, field in mapping.items() if field is not None}
         self.applied = set(self.mapping)
 
@@ -149,6 +154,10 @@ class _Keys:
 
     def check_rest(self) -> None:
         """Raises `ModelError` for a key that was not applied and has a value that changes something."""
+        for key, values in ({} if self.own is None else self.own.applied).items():
+            if values and self.get(key) not in (None, *values):
+                raise self.refuse(key)
+            self.applied.add(key)
         for key, neutral in NEUTRAL.items():
             value = self.get(key)
             if key not in self.applied and value is not None and value not in neutral:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from inflight.executor.checkpoint.expert_matrices import has_coded_experts
+from inflight.executor.checkpoint.expert_matrices import coded_experts, has_coded_experts
 from inflight.executor.checkpoint.quantized_weight import (
     PIECE_NUMBERS,
     Coded,
@@ -47,11 +47,11 @@ def is_quantized(network: nn.Module) -> bool:
 
 
 def has_whole_numbers(network: nn.Module) -> bool:
-    """Returns whether a layer has a quantized weight of whole numbers."""
+    """Returns whether a layer has a quantized weight of whole numbers, or experts that can become such."""
     return any(
         isinstance(module, QuantizedLinear) and isinstance(module.weight, QuantizedWeight)
         for module in network.modules()
-    )
+    ) or any(isinstance(matrix, QuantizedWeight) or matrix.bits == 4 for matrix in coded_experts(network))
 
 
 def with_whole_numbers(network: nn.Module) -> None:

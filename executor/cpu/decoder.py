@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from ctypes import c_float, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, TypeGuard
 
@@ -29,7 +29,7 @@ from inflight.executor.checkpoint.decoder_weights import (
     DecoderWeights,
     LayerWeights,
 )
-from inflight.executor.checkpoint.quantized_weight import Matrix, QuantizedWeight, dense_matrix
+from inflight.executor.checkpoint.quantized_weight import FloatWeight, Matrix, QuantizedWeight, dense_matrix
 from inflight.executor.checkpoint.shards import WHOLE, Shard
 from inflight.executor.cpu.coded_weights import CodedWeight, encode, is_supported
 from inflight.executor.cpu.logits import address, addresses_of
@@ -43,6 +43,8 @@ from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling_columns import SamplingBatch
 
 LANES = 16
+# Columns of a block of matmul.h.
+BLOCK_COLUMNS = 32
 # `ProductScratch::TILE_NUMBERS` of product.h, which holds a row.
 MAX_WIDTH = 64 << 10
 # The parts of a step that are timed separately, in the order of decoder.h.
@@ -76,6 +78,14 @@ class Packed(IntEnum):
     MIXER = 18
     ROUTER_CORRECTION = 19
     SHARED_GATE = 20
+    ROUTER_BIAS = 21
+    EXPERT_GATE_UP_BIAS = 22
+    EXPERT_DOWN_BIAS = 23
+    SINKS = 24
+
+
+# Parts of which a layer has one for each expert.
+EXPERTS = (Packed.EXPERT_GATE_UP, Packed.EXPERT_DOWN)
 
 
 class HeadNorms(IntEnum):
@@ -100,6 +110,8 @@ class DecoderForm:
     head_norms: HeadNorms
     has_router_correction: bool = False
     has_shared_gate: bool = False
+    has_router_bias: bool = False
+    has_expert_biases: bool = False
     expands_quantized: bool = False
 
 
@@ -113,10 +125,6 @@ def unsupported_reason(shape: DecoderShape) -> str | None:
         return f"rows of more than {MAX_WIDTH} numbers are not supported"
     if shape.routing.num_groups > 1:
         return "its router chooses among groups of experts"
-    if shape.activation == CLAMPED:
-        return "its experts have clamped gates and biases"
-    if shape.has_sinks:
-        return "it has attention sinks"
     mixer = shape.mixer
     if mixer is not None and (mixer.key_dim % LANES or mixer.value_dim % LANES):
         return f"heads of {mixer.key_dim} and {mixer.value_dim} numbers are not multiples of {LANES}"
@@ -191,9 +199,12 @@ class NativeDecoder:
         for layer, part, matrices in _fused_matrices(weights, self.shard):
             for first, matrix in _with_first_columns(matrices):
                 self._pack_matrix(layer, part, first, matrix)
-            for matrix in matrices if frees_quantized else ():
+            # The matrix of an expert shares its memory with those of the others.
+            for matrix in matrices if frees_quantized and part not in EXPERTS else ():
                 if not isinstance(matrix, Tensor):
                     matrix.free()
+            if frees_quantized and part is Packed.EXPERT_DOWN and (layer + 1) % self.form.shape.num_experts == 0:
+                _free_experts(weights.layers[layer // self.form.shape.num_experts])
             if frees_quantized and part is Packed.DOWN:
                 return_free_memory()
 
@@ -362,6 +373,8 @@ def form_of(weights: DecoderWeights, dtype: torch.dtype, has_int8_weights: bool)
         head_norms=_head_norms(query_norm, weights.shape),
         has_router_correction=any(layer.router_correction is not None for layer in layers),
         has_shared_gate=any(layer.shared_gate is not None for layer in layers),
+        has_router_bias=any(layer.router_bias is not None for layer in layers),
+        has_expert_biases=any(layer.gate_up_bias is not None for layer in layers),
     )
 
 
@@ -404,10 +417,16 @@ def _layout(form: DecoderForm, shard: Shard) -> tuple[_Shape, tuple[Any, ...]]:
         form.has_router_correction,
         form.has_shared_gate,
         shape.has_output_gate,
+        shape.has_sinks,
+        form.has_router_bias,
+        form.has_expert_biases,
+        shape.activation == CLAMPED,
         mixer_layout(shape.mixer),
         *(getattr(shape, name) or 0.0 for name in _SHAPE_FACTORS),
         shape.routing.epsilon,
         shape.routing.scale,
+        shape.gate_factor,
+        shape.gate_limit,
         windows.ctypes.data,
         layer_ropes.ctypes.data,
         has_experts.ctypes.data,
@@ -434,6 +453,10 @@ def _vectors(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packe
             (Packed.ROUTER, layer.router),
             (Packed.ROUTER_CORRECTION, layer.router_correction),
             (Packed.SHARED_GATE, layer.shared_gate),
+            (Packed.ROUTER_BIAS, layer.router_bias),
+            (Packed.EXPERT_GATE_UP_BIAS, layer.gate_up_bias),
+            (Packed.EXPERT_DOWN_BIAS, layer.down_bias),
+            (Packed.SINKS, None if layer.sinks is None else shard.sinks(weights.shape, layer.sinks)),
             (Packed.MIXER, None if layer.mixer is None else _mixer_vectors(layer.mixer)),
         )
         for part, tensor in optional:
@@ -474,23 +497,55 @@ def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int
     packed, there is memory for a packed embedding and output layer beside a tied one."""
     shape = weights.shape
     for index, layer in enumerate(weights.layers):
-        yield index, Packed.QKV, layer.qkv_matrices if layer.mixer else shard.qkv(shape, layer.qkv_matrices)
+        qkv = _in_whole_blocks(layer.qkv_matrices) if layer.mixer else shard.qkv(shape, layer.qkv_matrices)
+        yield index, Packed.QKV, qkv
         yield index, Packed.OUTPUT, (shard.hidden(shape, layer.output),)
         if layer.router is None:
             yield index, Packed.GATE_UP, shard.gate_up(layer.gate_up_parts)
             yield index, Packed.DOWN, (shard.hidden(shape, layer.down),)
             continue
-        (gate_up,), down = layer.gate_up_parts, layer.down
-        assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
         for expert in range(shape.num_experts):
             index_of_all = index * shape.num_experts + expert
-            yield index_of_all, Packed.EXPERT_GATE_UP, shard.gate_up((gate_up[expert],))
-            yield index_of_all, Packed.EXPERT_DOWN, (shard.hidden(shape, down[expert]),)
+            gate_up = _of_expert(layer.gate_up_parts[0], expert, shape.num_experts, layer.gate_up_order)
+            down = _of_expert(layer.down, expert, shape.num_experts, layer.down_order)
+            yield index_of_all, Packed.EXPERT_GATE_UP, shard.gate_up((gate_up,))
+            yield index_of_all, Packed.EXPERT_DOWN, (shard.hidden(shape, down),)
         if layer.shared_down is not None:
             yield index, Packed.GATE_UP, shard.gate_up(layer.shared_gate_up_parts)
             yield index, Packed.DOWN, (shard.hidden(shape, layer.shared_down),)
     yield 0, Packed.EMBEDDING, (shard.embedding(weights),)
     yield 0, Packed.HEAD, (shard.head(weights),)
+
+
+def _in_whole_blocks(matrices: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
+    """Returns the projections in front of a mixer, dense if they share a block of columns with another one, which may
+    have other codes: those of a number for each head."""
+    last = len(matrices) - 1
+    return tuple(
+        matrix.dequantized()
+        if not isinstance(matrix, Tensor)
+        and (first % BLOCK_COLUMNS or (matrix.shape[0] % BLOCK_COLUMNS and place < last))
+        else matrix
+        for place, (first, matrix) in enumerate(_with_first_columns(matrices))
+    )
+
+
+def _of_expert(matrices: Matrix, expert: int, num_experts: int, orders: Tensor | None) -> Matrix:
+    """Returns the matrix of one expert, which shares memory with those of all. Numbers of FP4 become whole ones."""
+    if isinstance(matrices, Tensor):
+        return matrices[expert]
+    num_out = matrices.shape[0] // num_experts
+    one = matrices.rows(expert * num_out, (expert + 1) * num_out)
+    if isinstance(one, FloatWeight):
+        return one.to_whole_numbers() if one.bits == 4 else one
+    return one if orders is None else replace(one, column_order=orders[expert])
+
+
+def _free_experts(layer: LayerWeights) -> None:
+    for matrices in (*layer.gate_up_parts, layer.down):
+        if not isinstance(matrices, Tensor):
+            matrices.free()
+    return_free_memory()
 
 
 def _coded_part(weight: QuantizedWeight, first: int, dtype: torch.dtype) -> tuple[_CodedPart, CodedWeight]:
@@ -543,9 +598,11 @@ class _Shape(ctypes.Structure):
         *((name, c_int64) for name in ("num_ropes", *_FORM_FLAGS, "has_gelu", "head_norms")),
         *((name, c_int64) for name in ("num_ranks", "rank", "all_kv_heads", "dense_size", "shared_size")),
         *((name, c_int64) for name in ("has_sigmoid_router", "has_router_correction", "has_shared_gate")),
-        ("has_output_gate", c_int64),
+        *((name, c_int64) for name in ("has_output_gate", "has_sinks", "has_router_bias", "has_expert_biases")),
+        ("has_clamped_gates", c_int64),
         ("mixer", MixerLayout),
         *((name, c_float) for name in (*_SHAPE_FACTORS, "router_epsilon", "router_scale")),
+        *((name, c_float) for name in ("gate_factor", "gate_limit")),
         *((name, c_void_p) for name in ("sliding_windows", "layer_ropes", "has_experts", "is_recurrent")),
         *((name, c_void_p) for name in ("inverse_frequencies", "rope_scalings")),
     )

@@ -117,9 +117,10 @@ def product_of(hidden_size: int, intermediate_size: int, dtype: torch.dtype, cod
 def read_quantized(
     weights: DecoderWeights, dtype: torch.dtype, kv_bytes_per_token: int, context_length: int
 ) -> QuantizedModel | None:
-    """Returns what decides the form of a model's weights; None if gate and up are not quantized."""
+    """Returns what decides the form of a model's weights; None if gate and up are not quantized, or belong to experts,
+    which stay as they are: a step reads those that few of its tokens use."""
     gate = weights.layers[len(weights.layers) // 2].gate_up_parts[0]
-    if not isinstance(gate, QuantizedWeight) or not is_supported(gate):
+    if weights.shape.num_experts or not isinstance(gate, QuantizedWeight) or not is_supported(gate):
         return None
     coded = encode(gate.rows(0, SOME_ROWS), dtype)
     codes = TrialCodes(coded.bits, coded.group_size, coded.shifts is not None)

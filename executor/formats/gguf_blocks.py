@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
+from inflight.executor.checkpoint.quantized_weight import Coded, FloatWeight, QuantizedWeight, pack_halves
 
 # Numbers of a superblock of k-quants.
 SUPERBLOCK = 256
 # Bytes of a file that are decoded at once, which takes some times as much memory.
 PIECE_BYTES = 16 << 20
+# The exponent of a scale of MXFP4 that stands for NaN.
+NAN_EXPONENT = 255
 # The codes of IQ4_NL and IQ4_XS stand for these numbers.
 NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -34,26 +36,43 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class BlockType:
-    """A type of blocks: `decode` takes their bytes, `[blocks, num_bytes]`. `bits` holds the largest code."""
+    """A type of blocks: `decode` takes their bytes, `[blocks, num_bytes]`; None for numbers of e2m1. `bits` holds the
+    largest code."""
 
     name: str
     num_numbers: int
     num_bytes: int
     bits: int
     group_size: int
-    decode: Callable[[Tensor], Blocks]
+    decode: Callable[[Tensor], Blocks] | None
 
 
-def quantized_weight(kind: BlockType, rows: Tensor) -> QuantizedWeight:
-    """Returns the matrix whose rows are blocks, `[out, bytes of a row]` uint8."""
-    pieces = [_decode_rows(kind, piece) for piece in rows.split(max(1, PIECE_BYTES // rows.shape[1]))]
+def quantized_weight(kind: BlockType, rows: Tensor) -> Coded:
+    """Returns the matrix whose rows are blocks, `[out, bytes of a row]` uint8.
+
+    Raises:
+        ValueError: a scale is not finite.
+    """
+    if kind.decode is None:
+        return _mxfp4_weight(rows)
+    pieces = [_decode_rows(kind, kind.decode, piece) for piece in rows.split(max(1, PIECE_BYTES // rows.shape[1]))]
     codes, scale, offset = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     return QuantizedWeight(codes, scale, offset, kind.bits, kind.group_size)
 
 
-def _decode_rows(kind: BlockType, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _mxfp4_weight(rows: Tensor) -> FloatWeight:
+    """Returns the matrix of blocks of numbers of e2m1, whose first byte is the exponent of their scale plus 127."""
+    blocks = rows.view(-1, MXFP4.num_bytes)
+    exponents = blocks[:, :1].contiguous()
+    if bool((exponents == NAN_EXPONENT).any()):
+        raise ValueError("scales that are not finite")
+    codes = pack_halves(_bits(blocks[:, 1:], 4, 16)).view(len(rows), -1)
+    return FloatWeight(codes, exponents.view(len(rows), -1).view(torch.float8_e8m0fnu), 4, MXFP4.group_size)
+
+
+def _decode_rows(kind: BlockType, decode: Callable[[Tensor], Blocks], rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns packed codes, scale and offset of some rows."""
-    blocks = kind.decode(rows.reshape(-1, kind.num_bytes))
+    blocks = decode(rows.reshape(-1, kind.num_bytes))
     codes, scale, offset = (part.reshape(len(rows), -1) for part in (blocks.codes, blocks.scale, blocks.offset))
     return pack_halves(codes) if kind.bits == 4 else codes, scale, offset
 
@@ -156,6 +175,7 @@ def _non_linear(codes: Tensor) -> Tensor:
     return torch.tensor([number + 128 for number in NON_LINEAR], dtype=torch.uint8)[codes.int()]
 
 
+MXFP4 = BlockType("MXFP4", 32, 17, 4, 32, None)
 # By the number of the type in the file.
 BLOCK_TYPES: Mapping[int, BlockType] = {
     2: BlockType("Q4_0", 32, 18, 4, 32, _q4_0),
@@ -170,4 +190,5 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
     14: BlockType("Q6_K", SUPERBLOCK, 210, 8, 16, _q6_k),
     20: BlockType("IQ4_NL", 32, 18, 8, 32, _iq4_nl),
     23: BlockType("IQ4_XS", SUPERBLOCK, 136, 8, 32, _iq4_xs),
+    39: MXFP4,
 }

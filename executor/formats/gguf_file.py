@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -11,45 +13,32 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from inflight.common.model_files.gguf_header import GgufHeader, GgufTensor
 from inflight.common.model_source import ModelError
+from inflight.executor.checkpoint.expert_matrices import PARAMETERS, ExpertMatrices, alternates, is_transposed
 from inflight.executor.checkpoint.gguf_metadata import ROPE_TENSORS
+from inflight.executor.checkpoint.gguf_tensors import Read, rules_of
 from inflight.executor.checkpoint.quantized_weight import Matrix
 from inflight.executor.formats.gguf_blocks import BLOCK_TYPES, quantized_weight
 from inflight.executor.formats.network import empty_network, fill, placed
 
 # Types that are not quantized, by their number in the file.
 DENSE_TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-# `general.architecture` of networks whose tensors differ from those of transformers only in name, and in Llama's case
-# in the order of rows.
-ARCHITECTURES = frozenset({"llama", "qwen2", "qwen3"})
-NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+LAYER_TENSOR = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 def unsupported_reason(header: GgufHeader) -> str | None:
-    """Returns why a file has to be imported by transformers, as a dense model; None if it can be read here."""
-    if header.architecture not in ARCHITECTURES:
+    """Returns why a file cannot be read here; None if it can."""
+    rules = rules_of(header)
+    if rules is None:
         return f"its architecture is {header.architecture}"
-    for tensor in header.tensors:
-        if tensor.name in ROPE_TENSORS:
-            continue
-        if _parameter(tensor.name) is None:
+    known = [{name for rule in of_part for name in rule.tensors} for of_part in rules]
+    for tensor in _used_tensors(header):
+        match = LAYER_TENSOR.fullmatch(tensor.name)
+        if (tensor.name if match is None else match[2]) not in known[match is not None]:
             return f"it has the tensor {tensor.name}"
         kind = BLOCK_TYPES.get(tensor.type_number)
         if kind is None and tensor.type_number not in DENSE_TYPES:
             return f"{tensor.name} is of type {tensor.type_name}"
-        if kind is not None and len(tensor.shape) != 2:
+        if kind is not None and len(tensor.shape) not in (2, 3):
             return f"{tensor.name} is quantized and not a matrix"
     return None
 
@@ -60,56 +49,74 @@ def load_gguf(
     """Loads a file for which there is no `unsupported_reason`; see `placed`. `config` has the factors of rotary
     frequencies that are tensors of the file."""
     network = empty_network(config, dtype)
-    fill(network, placed(_weights(header, config), device))
+    fill(network, placed(_weights(header, network), device))
     return network
 
 
-def _weights(header: GgufHeader, config: PretrainedConfig) -> Iterator[tuple[str, Matrix]]:
-    for tensor in header.tensors:
-        name = _parameter(tensor.name)
-        if name is None:
-            continue
-        rows = _bytes(tensor)
-        kind = BLOCK_TYPES.get(tensor.type_number)
-        if kind is not None:
-            _check_row(tensor, kind.num_numbers)
-            rows = rows.view(tensor.shape[0], -1)
-        matrix_rows = rows if kind is not None else _dense(tensor, rows)
-        if header.architecture == "llama" and ".attn_q." in tensor.name:
-            matrix_rows = _unpermuted(matrix_rows, config.num_attention_heads)
-        elif header.architecture == "llama" and ".attn_k." in tensor.name:
-            matrix_rows = _unpermuted(matrix_rows, config.num_key_value_heads)
-        yield name, matrix_rows if kind is None else quantized_weight(kind, matrix_rows)
+def _used_tensors(header: GgufHeader) -> list[GgufTensor]:
+    """Returns the tensors that are weights of layers that are computed: not of those that predict further tokens."""
+    counts = [header.metadata.get(f"{header.architecture}.{key}", 0) for key in ("block_count", "nextn_predict_layers")]
+    num_layers = int(str(counts[0])) - int(str(counts[1]))
+    drafts = () if not counts[1] else tuple(f"blk.{num_layers + i}." for i in range(int(str(counts[1]))))
+    return [
+        tensor
+        for tensor in header.tensors
+        if tensor.name not in ROPE_TENSORS and not (drafts and tensor.name.startswith(drafts))
+    ]
 
 
-def _parameter(name: str) -> str | None:
-    """Returns the parameter of transformers for a tensor of the file."""
-    stem, _, leaf = name.rpartition(".")
-    if stem.startswith("blk."):
-        _, number, stem = stem.split(".", 2)
-        return f"model.layers.{number}.{LAYER_NAMES[stem]}.{leaf}" if stem in LAYER_NAMES else None
-    return f"{NAMES[stem]}.{leaf}" if stem in NAMES else None
+def _weights(header: GgufHeader, network: PreTrainedModel) -> Iterator[tuple[str, Matrix | ExpertMatrices]]:
+    rules = rules_of(header)
+    assert rules is not None
+    of_network: dict[str, GgufTensor] = {}
+    of_layers: dict[int, dict[str, GgufTensor]] = {}
+    for tensor in _used_tensors(header):
+        match = LAYER_TENSOR.fullmatch(tensor.name)
+        tensors = of_network if match is None else of_layers.setdefault(int(match[1]), {})
+        tensors[tensor.name if match is None else match[2]] = tensor
+    groups: list[tuple[str, Mapping[str, GgufTensor]]] = [
+        (f"model.layers.{number}.", tensors) for number, tensors in sorted(of_layers.items())
+    ]
+    for prefix, tensors, of_part in [("", of_network, rules[0]), *((*group, rules[1]) for group in groups)]:
+        for rule in of_part:
+            if all(name in tensors for name in rule.tensors):
+                read = rule.make([_read(tensors[name]) for name in rule.tensors], network.config)
+                yield prefix + rule.parameter, _for_module(read, network, prefix + rule.parameter)
 
 
-def _bytes(tensor: GgufTensor) -> Tensor:
+def _for_module(read: Read, network: PreTrainedModel, name: str) -> Matrix | ExpertMatrices:
+    """Returns a parameter as its module has it. Dense matrices of experts are a tensor unless its order is another."""
+    if not isinstance(read, ExpertMatrices):
+        return read
+    module_name, _, leaf = name.rpartition(".")
+    try:
+        module = network.get_submodule(module_name)
+    except AttributeError:
+        raise ModelError(f"the model has no layer for the weight {name}") from None
+    has_gates = leaf == PARAMETERS[0] and alternates(module)
+    if isinstance(read.matrix, Tensor):
+        read = replace(read, matrix=read.matrix.to(network.dtype))
+        if not (has_gates or is_transposed(module)):
+            return read.matrix
+    return replace(read, dtype=network.dtype, is_transposed=is_transposed(module), alternates=has_gates)
+
+
+def _read(tensor: GgufTensor) -> Read:
+    """Returns a vector or matrix, or the matrices of experts if the tensor has three dimensions."""
     # Not mapped, because what was read of a mapped file stays in the memory of the process.
-    return torch.from_numpy(np.fromfile(tensor.file, np.uint8, tensor.num_bytes, offset=tensor.start))
-
-
-def _dense(tensor: GgufTensor, content: Tensor) -> Tensor:
-    return content.clone().view(DENSE_TYPES[tensor.type_number]).view(tensor.shape)
-
-
-def _check_row(tensor: GgufTensor, num_numbers: int) -> None:
-    if tensor.shape[1] % num_numbers:
-        raise ModelError(f"{tensor.name} has rows of {tensor.shape[1]} numbers, not a multiple of {num_numbers}")
-
-
-def _unpermuted(rows: Tensor, num_heads: int) -> Tensor:
-    """Returns the rows of queries or keys in transformers' order: the halves of a head one after the other, where
-    llama.cpp has them alternate."""
-    num_rows = rows.shape[0]
-    if num_rows % (2 * num_heads):
-        raise ModelError(f"{num_rows} rows of queries or keys do not belong to {num_heads} heads")
-    unpermuted: Tensor = rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2)
-    return unpermuted.reshape(rows.shape)
+    content = torch.from_numpy(np.fromfile(tensor.file, np.uint8, tensor.num_bytes, offset=tensor.start))
+    kind = BLOCK_TYPES.get(tensor.type_number)
+    matrix: Matrix
+    if kind is None:
+        matrix = content.clone().view(DENSE_TYPES[tensor.type_number]).view(tensor.shape)
+    else:
+        if tensor.shape[-1] % kind.num_numbers:
+            message = f"has rows of {tensor.shape[-1]} numbers, not a multiple of {kind.num_numbers}"
+            raise ModelError(f"{tensor.name} {message}")
+        try:
+            matrix = quantized_weight(kind, content.view(-1, tensor.shape[-1] // kind.num_numbers * kind.num_bytes))
+        except ValueError as error:
+            raise ModelError(f"{tensor.name} has {error}") from None
+    if len(tensor.shape) < 3 or tensor.name.endswith("conv1d.weight"):
+        return matrix
+    return ExpertMatrices(matrix, tensor.shape[0], torch.float32)

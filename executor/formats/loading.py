@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from inflight.common.machine import return_free_memory
-from inflight.common.model_files.recurrent import RECURRENT_GGUF
+from inflight.common.model_files.gguf_architectures import architecture_of
 from inflight.common.model_source import ModelError, ModelSource, model_errors, old_configuration, read_gguf
+from inflight.executor.checkpoint.expert_matrices import coded_experts
 from inflight.executor.checkpoint.files import check_weights, weight_files
 from inflight.executor.checkpoint.gguf import import_configuration, import_gguf
 from inflight.executor.checkpoint.gguf_metadata import unused_keys
@@ -53,6 +54,8 @@ def describe_weights(source: ModelSource) -> str:
         return "safetensors, not quantized" if quantization is None else format_of(quantization).description
     header = read_gguf(source.gguf_file)
     reason = unsupported_reason(header)
+    if reason is not None and architecture_of(header) is not None:
+        raise ModelError(f"GGUF file {source.gguf_file} cannot be loaded: {reason}")
     how = "read directly" if reason is None else f"imported as a dense model, because {reason}"
     return f"GGUF, {', '.join(header.type_names)}; {how}"
 
@@ -61,10 +64,6 @@ def _load_gguf(
     source: ModelSource, path: Path, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, Path]:
     header = read_gguf(path)
-    if header.architecture in RECURRENT_GGUF:
-        raise ModelError(
-            f"model architecture {header.architecture!r} is not supported in GGUF: it has recurrent layers"
-        )
     folder = import_configuration(source)
     if unused := unused_keys(header):
         log.info("keys of %s that are not used: %s", path.name, ", ".join(unused))
@@ -73,6 +72,8 @@ def _load_gguf(
         reason = unsupported_reason(header)
         if reason is None:
             return load_gguf(header, config, dtype, device), folder
+        if architecture_of(header) is not None:
+            raise ModelError(reason)
     log.warning("%s is imported as a dense model, because %s", path.name, reason)
     folder = import_gguf(source)
     return _load_folder(folder, dtype, device), folder
@@ -128,3 +129,6 @@ def _numbers(network: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     for name, module in network.named_modules():
         if isinstance(module, QuantizedLinear) and isinstance(module.weight, QuantizedWeight):
             yield from ((f"{name}.weight", part) for part in (module.weight.scale, module.weight.offset))
+    for matrix in coded_experts(network):
+        if isinstance(matrix, QuantizedWeight):
+            yield from (("a weight of experts", part) for part in (matrix.scale, matrix.offset))

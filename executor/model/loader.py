@@ -208,7 +208,7 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
         _check_fp8_weights(network)
     weights = _with_codes_of_gpu(weights) if backend.name == "triton" else _with_codes_of_cpu(weights)
     weight_dtype = weights.weight_dtype
-    if forward_name == "auto" and backend.name == "triton":
+    if forward_name == "auto" and backend.name != "reference":
         order_experts(network)
     decoder = read_decoder(network, weights.layers, weights.length) if forward_name == "auto" else FORWARD_IS_SET
     chosen: _Chosen | str | None = None
@@ -237,6 +237,9 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
         forward = GpuNetworkForward(network, weights.layout, read_vocabulary_size(network))
         return _Chosen(forward, weight_dtype, {})
     expand_fp8(network, network.dtype)
+    if expand_experts(network):
+        log.info("quantized experts are expanded to %s", network.dtype)
+        weight_dtype = weight_dtype if is_quantized(network) or weight_dtype != "quantized" else "dense"
     pack_linears(network)
     if weights.mixers:
         return _Chosen(HybridForward(network, weights.layout, weights.mixers), weight_dtype, {})
@@ -244,10 +247,8 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
 
 
 def _with_codes_of_cpu(weights: _Weights) -> _Weights:
-    """Expands experts, and makes whole numbers of weights in FP4; those in FP8 are expanded when they are packed.
-    Returns the weights with the type that they have then."""
-    if expand_experts(weights.network):
-        log.info("quantized experts are expanded to %s", weights.network.dtype)
+    """Makes whole numbers of weights in FP4, of those of experts when they are packed; weights in FP8 are expanded
+    then. Returns the weights with the type that they have then."""
     with_whole_numbers(weights.network)
     if weights.weight_dtype != "quantized" or has_whole_numbers(weights.network):
         return weights

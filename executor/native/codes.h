@@ -212,9 +212,9 @@ class ViewedRows {
         }
     }
 
-    // The rows that a part multiplies; `plain` are those that it does not reorder.
-    const Rows<Element>& rows(const std::vector<RowView>& views, int view, const Rows<Element>& plain) const {
-        return view == CodeFormat::NO_VIEW || views[view].order.empty() ? plain : rows_[view];
+    // The rows that a part multiplies, from `first` on; `plain` are those that it does not reorder.
+    Rows<Element> rows(const std::vector<RowView>& views, int view, const Rows<Element>& plain, int64_t first) const {
+        return view == CodeFormat::NO_VIEW || views[view].order.empty() ? plain : rows_[view].from(first, 0);
     }
     const float* sums(int view) const { return view == CodeFormat::NO_VIEW ? nullptr : sums_[view]; }
 

@@ -74,7 +74,9 @@ class DecoderOf final : public Decoder {
 
     bool step(Pool& pool, const DecoderStep& step) override {
         activations_.reserve(shape_, step.num_tokens);
-        viewed_.reserve(weights_.viewed_size, activations_.capacity);
+        // Rows are gathered once for each of their experts.
+        viewed_.reserve(weights_.viewed_size,
+                        activations_.capacity * std::max<int64_t>(1, shape_.num_experts_per_token));
         if (shape_.num_ranks > 1)
             exchange_.begin(step, shape_.num_ranks, shape_.rank, step.num_tokens * row_part_bytes());
         adapted_.begin(shape_, adapters_, step.adapter_slots, step.query_starts, step.num_sequences);
@@ -196,7 +198,7 @@ class DecoderOf final : public Decoder {
             slots_ = step_.slots[index];
             norm(layer.input_norm, &kv, layer.qkv);
             project_qkv(layer, kv, index);
-            attend_all(kv, step_.block_tables[index], decoder_.windows_[index],
+            attend_all(kv, step_.block_tables[index], decoder_.windows_[index], layer.sinks,
                        is_narrow ? decoder_.last_rows_.items() : items_);
             if (shape_.has_output_gate) gate_attended();
         }
@@ -270,11 +272,11 @@ class DecoderOf final : public Decoder {
                   [&](int64_t task) { product.compute(task, scratch_.product, prepare, finish); });
         }
 
-        // The rows of a product as its matrix reads them.
+        // The rows of a product, from `first_row` on, as its matrix reads them.
         template <class Type>
-        PreparedRows<Type> prepared(const Matrix<Type>& matrix) const {
+        PreparedRows<Type> prepared(const Matrix<Type>& matrix, int64_t first_row = 0) const {
             if constexpr (std::is_same_v<Type, Element>)
-                return {&decoder_.viewed_, &decoder_.weights_.views(matrix)};
+                return {&decoder_.viewed_, &decoder_.weights_.views(matrix), first_row};
             else
                 return {};
         }
@@ -471,6 +473,7 @@ class DecoderOf final : public Decoder {
         // Chooses the experts of a normed row `x`.
         void route(const Layer<Factor>& layer, int64_t row, const float* x) {
             const Router router{layer.router,
+                                layer.router_bias,
                                 layer.router_correction,
                                 shape_.has_sigmoid_router != 0,
                                 shape_.normalizes_experts != 0,
@@ -612,7 +615,7 @@ class DecoderOf final : public Decoder {
                 write_values<Element>(kv, slots_ + row, num_rows, value_head, scratch_.head[0], MAX_DIM);
         }
 
-        void attend_all(const LayerKv& kv, const int32_t* block_tables, int64_t window,
+        void attend_all(const LayerKv& kv, const int32_t* block_tables, int64_t window, const float* sinks,
                         const std::vector<Item>& items) {
             const Attention call{kv,
                                  activations_.queries.numbers,
@@ -631,7 +634,7 @@ class DecoderOf final : public Decoder {
                                  window,
                                  shape_.attention_scale,
                                  shape_.softcap,
-                                 nullptr};
+                                 sinks};
             scratch_.attention.tile_rows = 0;
             const int64_t num_items = (int64_t)items.size();
             phase(ATTENTION, num_items, [&](int64_t task) {
@@ -738,17 +741,23 @@ class DecoderOf final : public Decoder {
                             });
         }
 
-        // `index` is the layer whose adapters apply to the rows, or NO_LAYER. Writes to `hidden`.
+        // `index` is the layer whose adapters apply to the rows, or NO_LAYER. Writes to `hidden`. `bias` is that of an
+        // expert, or null.
         void activate(int64_t index, const Rows<Factor>& hidden, int64_t block, int64_t row, int num_rows,
-                      float* tile) {
-            if (shape_.has_gelu)
-                activate<true>(index, hidden, block, row, num_rows, tile);
+                      float* tile, const float* bias = nullptr) {
+            if (shape_.has_clamped_gates)
+                activate_by(index, hidden, block, row, num_rows, tile, bias, [&](Floats gate, Floats up) {
+                    return clamped<Element>(gate, up, shape_.gate_factor, shape_.gate_limit);
+                });
+            else if (shape_.has_gelu)
+                activate_by(index, hidden, block, row, num_rows, tile, bias, gated<Element, true>);
             else
-                activate<false>(index, hidden, block, row, num_rows, tile);
+                activate_by(index, hidden, block, row, num_rows, tile, bias, gated<Element, false>);
         }
 
-        template <bool HAS_GELU>
-        void activate(int64_t index, const Rows<Factor>& to, int64_t block, int64_t row, int num_rows, float* tile) {
+        template <class Gated>
+        void activate_by(int64_t index, const Rows<Factor>& to, int64_t block, int64_t row, int num_rows, float* tile,
+                         const float* bias, const Gated& gated_of) {
             constexpr int64_t COLUMNS = GATE_BLOCKS<Factor> * BLOCK_COLUMNS;
             // Of several ranks all feed-forward layers have the same size.
             const int64_t first =
@@ -760,7 +769,12 @@ class DecoderOf final : public Decoder {
                 if (is_adapted) adapt_gate_up(index, block / 2 * BLOCK_COLUMNS, COLUMNS, row + i, gate);
                 for (int c = 0; c < COLUMNS; c += WIDTH) {
                     const float* both = gate + c / BLOCK_COLUMNS * 2 * BLOCK_COLUMNS + c % BLOCK_COLUMNS;
-                    store(hidden + c, gated<Element, HAS_GELU>(load(both), load(both + BLOCK_COLUMNS)));
+                    Floats of_gate = load(both), of_up = load(both + BLOCK_COLUMNS);
+                    if (bias != nullptr) {
+                        of_gate += load(bias + first + c);
+                        of_up += load(bias + decoder_.weights_.padded_inner() + first + c);
+                    }
+                    store(hidden + c, gated_of(of_gate, of_up));
                 }
                 to.put(row + i, first, hidden, COLUMNS);
                 if constexpr (!std::is_same_v<Element, Factor>)
@@ -799,21 +813,36 @@ class DecoderOf final : public Decoder {
                   [&](int64_t) { routing.group(num_rows_, decoder_.groups_, decoder_.next_places_); });
             each_row(GATE_UP, num_rows_ * routing.num_choices, [&](int64_t i) {
                 activations_.gathered.copy_row(routing.places[i], activations_.normed, i / routing.num_choices);
+                view_row(layer.experts[routing.experts[i]].gate_up, activations_.gathered, routing.places[i]);
             });
+            const int64_t bias_size = 2 * decoder_.weights_.padded_inner();
             each_expert(GATE_UP, layer, &FeedForward<Factor>::gate_up, activations_.gathered,
-                        [&](int64_t block, int64_t row, int num_rows, float* tile) {
-                            activate(NO_LAYER, activations_.expert_hidden, block, row, num_rows, tile);
+                        [&](int64_t expert, int64_t block, int64_t row, int num_rows, float* tile) {
+                            activate(NO_LAYER, activations_.expert_hidden, block, row, num_rows, tile,
+                                     layer.gate_up_bias == nullptr ? nullptr : layer.gate_up_bias + expert * bias_size);
                         });
             gather(activations_.expert_hidden, num_rows_ * routing.num_choices, shape_.intermediate_size,
                    PART_INNER_COLUMNS);
+            if (decoder_.weights_.viewed_size.num_views > 0)
+                each_row(DOWN, num_rows_ * routing.num_choices, [&](int64_t i) {
+                    view_row(layer.experts[routing.experts[i]].down, activations_.expert_hidden, routing.places[i]);
+                });
             const auto [own_first, own_count] = shape_.hidden_columns();
             each_expert(DOWN, layer, &FeedForward<Factor>::down, activations_.expert_hidden,
-                        [&, first_column = own_first](int64_t block, int64_t row, int num_rows, const float* tile) {
+                        [&, first_column = own_first](int64_t expert, int64_t block, int64_t row, int num_rows,
+                                                      float* tile) {
                             const int64_t first = first_column + block * BLOCK_COLUMNS;
                             const int64_t columns = std::min<int64_t>(BLOCK_COLUMNS, activations_.width - first);
-                            for (int i = 0; i < num_rows; ++i)
-                                std::memcpy(activations_.delta + (row + i) * activations_.width + first,
-                                            tile + i * BLOCK_COLUMNS, columns * sizeof *tile);
+                            for (int i = 0; i < num_rows; ++i) {
+                                float* const sums = tile + i * BLOCK_COLUMNS;
+                                if (layer.down_bias != nullptr) {
+                                    const float* bias = layer.down_bias + expert * padded_width() + first;
+                                    for (int64_t c = 0; c < columns; c += WIDTH)
+                                        store(sums + c, load(sums + c) + load(bias + c));
+                                }
+                                std::memcpy(activations_.delta + (row + i) * activations_.width + first, sums,
+                                            columns * sizeof *sums);
+                            }
                         });
             delta_norm_ = nullptr;
             has_expert_rows_ = shape_.num_ranks == 1;
@@ -826,7 +855,10 @@ class DecoderOf final : public Decoder {
             gather_residual();
         }
 
-        // rows of each expert · its matrix. A task is some blocks of one expert.
+        // Numbers of a row of biases of the residual's size.
+        int64_t padded_width() const { return round_up(shape_.hidden_size, BLOCK_COLUMNS); }
+
+        // rows of each expert · its matrix. A task is some blocks of one expert, whose number `finish` gets first.
         template <class Finish>
         void each_expert(Part part, const Layer<Factor>& layer, Matrix<Factor> FeedForward<Factor>::*matrix,
                          const Rows<Factor>& rows, const Finish& finish) {
@@ -838,7 +870,8 @@ class DecoderOf final : public Decoder {
             for (const ExpertRows& group : groups) {
                 const Blocks* after = &group == &groups.back() ? nullptr : &(layer.experts[(&group)[1].expert].*matrix);
                 products.emplace_back(layer.experts[group.expert].*matrix, rows.from(group.first, 0), group.num_rows,
-                                      team_.num_threads, decoder_.weights_.stream, after);
+                                      team_.num_threads, decoder_.weights_.stream, after,
+                                      prepared(layer.experts[group.expert].*matrix, group.first));
                 last_tasks.push_back(products.back().num_tasks + (last_tasks.empty() ? 0 : last_tasks.back()));
             }
             phase(part, last_tasks.back(), [&](int64_t task) {
@@ -846,7 +879,7 @@ class DecoderOf final : public Decoder {
                 const int64_t first_task = index == 0 ? 0 : last_tasks[index - 1], first_row = groups[index].first;
                 products[index].compute(task - first_task, scratch_.product, PrepareNothing{},
                                         [&](int64_t block, int64_t row, int num_rows, float* tile) {
-                                            finish(block, first_row + row, num_rows, tile);
+                                            finish(groups[index].expert, block, first_row + row, num_rows, tile);
                                         });
             });
         }

@@ -53,9 +53,13 @@ struct DecoderShape {
     int64_t dense_size, shared_size;
     int64_t has_sigmoid_router, has_router_correction, has_shared_gate;
     int64_t has_output_gate;            // each query has a gate behind it, for what its head yields
+    int64_t has_sinks;                  // a score of each head that belongs to no key
+    int64_t has_router_bias, has_expert_biases;
+    int64_t has_clamped_gates;          // the activation is `clamped`
     MixerShape mixer;                   // of the recurrent layers
     float norm_epsilon, attention_scale, softcap, embedding_scale, residual_scale, logit_scale, logit_softcap;
     float router_epsilon, router_scale;
+    float gate_factor, gate_limit;      // of clamped gates
     const int64_t* sliding_windows;     // [num_layers], 0: none
     const int64_t* layer_ropes;         // [num_layers]
     const int64_t* has_experts;         // [num_layers], whether a layer has experts, if the model has

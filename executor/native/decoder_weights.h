@@ -37,6 +37,10 @@ enum Packed {
     PACK_MIXER,  // `MixerVectors`. The projections of a mixer are QKV and output.
     PACK_ROUTER_CORRECTION,
     PACK_SHARED_GATE,
+    PACK_ROUTER_BIAS,
+    PACK_EXPERT_GATE_UP_BIAS,  // of all experts of a layer
+    PACK_EXPERT_DOWN_BIAS,
+    PACK_SINKS,
 };
 
 template <class Factor>
@@ -52,7 +56,9 @@ template <class Factor>
 struct Layer : FeedForward<Factor> {
     Matrix<Factor> qkv, output;  // the projections before and after attention or a mixer
     std::vector<FeedForward<Factor>> experts;
-    float *router = nullptr, *router_correction = nullptr, *shared_gate = nullptr;
+    float *router = nullptr, *router_correction = nullptr, *shared_gate = nullptr, *router_bias = nullptr;
+    float *gate_up_bias = nullptr, *down_bias = nullptr;  // [num_experts, 2, padded_inner()], [num_experts, width]
+    float* sinks = nullptr;
     float *input_norm, *attention_output_norm, *post_attention_norm, *feed_forward_output_norm;
     float *query_norm, *key_norm, *qkv_bias, *output_bias;
     float* mixer = nullptr;
@@ -119,9 +125,14 @@ class PackedWeights {
             case PACK_GATE_UP: pack_into(layers[layer].gate_up); break;
             case PACK_DOWN: pack_into(layers[layer].down); break;
             case PACK_ROUTER:
-                for (int64_t expert = 0; expert < shape_.num_experts; ++expert)
-                    std::memcpy(layers[layer].router + expert * round_up(hidden, LANES),
-                                static_cast<const float*>(numbers) + expert * hidden, hidden * sizeof(float));
+                copy_rows(layers[layer].router, round_up(hidden, LANES), numbers, shape_.num_experts, hidden);
+                break;
+            case PACK_EXPERT_GATE_UP_BIAS:
+                copy_rows(layers[layer].gate_up_bias, padded_inner(), numbers, 2 * shape_.num_experts,
+                          shape_.intermediate_size);
+                break;
+            case PACK_EXPERT_DOWN_BIAS:
+                copy_rows(layers[layer].down_bias, round_up(hidden, BLOCK_COLUMNS), numbers, shape_.num_experts, hidden);
                 break;
             case PACK_EXPERT_GATE_UP: pack_into(expert_of(layer).gate_up); break;
             case PACK_EXPERT_DOWN: pack_into(expert_of(layer).down); break;
@@ -144,6 +155,9 @@ class PackedWeights {
         static const std::vector<RowView> none;
         return matrix.mixture == nullptr ? none : matrix.mixture->views();
     }
+
+    // Numbers of a bias of gate or up, in whole tasks.
+    int64_t padded_inner() const { return round_up(shape_.intermediate_size, GATE_BLOCKS<Factor> * BLOCK_COLUMNS); }
 
     const WeightStream stream;
     const int64_t head_blocks;  // of an attention head
@@ -190,6 +204,11 @@ class PackedWeights {
             layer.router = vector(has_experts, shape_.num_experts * round_up(hidden, LANES));
             layer.router_correction = vector(has_experts && shape_.has_router_correction, shape_.num_experts);
             layer.shared_gate = vector(has_experts && shape_.has_shared_gate, width);
+            layer.router_bias = vector(has_experts && shape_.has_router_bias, shape_.num_experts);
+            const bool has_biases = has_experts && shape_.has_expert_biases;
+            layer.gate_up_bias = vector(has_biases, shape_.num_experts * 2 * padded_inner());
+            layer.down_bias = vector(has_biases, shape_.num_experts * width);
+            layer.sinks = vector(shape_.has_sinks, shape_.num_heads);
         }
     }
 
@@ -281,6 +300,11 @@ class PackedWeights {
                                           static_cast<const Number*>(numbers) + i * depth, depth);
     }
 
+    static void copy_rows(float* to, int64_t stride, const void* from, int64_t num_rows, int64_t count) {
+        for (int64_t row = 0; row < num_rows; ++row)
+            std::memcpy(to + row * stride, static_cast<const float*>(from) + row * count, count * sizeof(float));
+    }
+
     std::pair<float*, int64_t> vector_of(int64_t index, int64_t part) const {
         const int64_t hidden = shape_.hidden_size;
         if (part == PACK_FINAL_NORM) return {final_norm, hidden};
@@ -295,6 +319,8 @@ class PackedWeights {
             case PACK_QKV_BIAS: return {layer.qkv_bias, qkv_columns(index)};
             case PACK_ROUTER_CORRECTION: return {layer.router_correction, shape_.num_experts};
             case PACK_SHARED_GATE: return {layer.shared_gate, hidden};
+            case PACK_ROUTER_BIAS: return {layer.router_bias, shape_.num_experts};
+            case PACK_SINKS: return {layer.sinks, shape_.num_heads};
             case PACK_MIXER: return {layer.mixer, shape_.mixer.vector_numbers()};
             default: return {layer.output_bias, hidden};
         }

@@ -20,6 +20,7 @@ namespace inflight {
 // How the experts of a row are chosen, and their weights. Without `correction` those with the largest weights are.
 struct Router {
     const float* weights;     // [num_experts, width]
+    const float* bias;        // [num_experts], added to the scores; or null
     const float* correction;  // [num_experts], added to the weights for the choice alone; or null
     bool has_sigmoid;         // weights are sigmoids of the scores, not their softmax
     bool normalizes;          // the weights of the chosen add up to `scale`
@@ -62,6 +63,7 @@ struct Routing {
         float largest = -INFINITY, sum_of_all = 0, sum_of_chosen = 0;
         for (size_t expert = 0; expert < scores.size(); ++expert) {
             scores[expert] = product(x, router.weights + expert * width, width);
+            if (router.bias != nullptr) scores[expert] += router.bias[expert];
             largest = std::max(largest, scores[expert]);
         }
         if (router.has_sigmoid)

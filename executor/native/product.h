@@ -28,11 +28,12 @@ struct ProductScratch {
     ThreadBuffer unpacked;                 // a block with codes that has become a plain one
 };
 
-// Rows as the parts of a matrix with codes read them.
+// Rows as the parts of a matrix with codes read them. The first row of a product is `first_row` of them.
 template <class Element>
 struct PreparedRows {
     const ViewedRows<Element>* rows = nullptr;
     const std::vector<RowView>* views = nullptr;
+    int64_t first_row = 0;
 };
 
 // Takes memory for a matrix and for rows. That of rows must be zero. With a mixture, blocks are as it describes them.
@@ -263,7 +264,7 @@ class Product {
         if constexpr (IS_INT8<Element>)
             return rows_;
         else
-            return prepared_.rows->rows(*prepared_.views, format.view, rows_);
+            return prepared_.rows->rows(*prepared_.views, format.view, rows_, prepared_.first_row);
     }
 
     // The next block is always prefetched.
@@ -272,7 +273,8 @@ class Product {
         if constexpr (!IS_INT8<Element>) {
             const float* sums = prepared_.rows->sums(format.view);
             multiply_coded<Element>(format, block, next, matrix_.num_steps, viewed(format).from(row, 0),
-                                    sums == nullptr ? nullptr : sums + row * format.num_groups, num_rows, out, stride_);
+                                    sums == nullptr ? nullptr : sums + (prepared_.first_row + row) * format.num_groups,
+                                    num_rows, out, stride_);
         }
     }
 

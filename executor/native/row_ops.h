@@ -62,4 +62,12 @@ ALWAYS_INLINE Floats gated(Floats gate, Floats up) {
     return gate / divisor * up;
 }
 
+// Of gpt-oss: g * sigmoid(factor * g) * (u + 1) of a gate g up to `limit` and u between plus and minus that.
+template <class Element>
+ALWAYS_INLINE Floats clamped(Floats gate, Floats up, float factor, float limit) {
+    const Floats low = -larger(-gate, all(-limit)), within = larger(-larger(-up, all(-limit)), all(-limit));
+    const Floats exponent = larger(low * factor, all(-87.0f));
+    return low / (1.0f + power_of_two<Element>(exponent * -LOG2_E)) * (within + 1.0f);
+}
+
 }  // namespace inflight

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.forward.gpu import GpuForward
+from inflight.executor.forward.native import NativeForward
 from inflight.executor.forward.transformers import TransformersForward
 from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
@@ -25,6 +26,7 @@ from tests.support.checkpoints.gpt_oss import WINDOW, save_gpt_oss, save_mxfp4
 from tests.support.device.paged_cases import make_sequence
 
 BLOCK_SIZE = 16
+DENSE = {"weight_dtype": "dense"}
 # Three windows and a half, and one that a window holds.
 PROMPTS = [[(7 * place + 3) % 96 for place in range(3 * WINDOW + 4)], [40, 3, 11]]
 
@@ -76,7 +78,8 @@ def expected(folder: Path) -> list[Tensor]:
 @pytest.mark.parametrize("backend", ["triton", "cpu", "reference"])
 def test_logits_are_those_of_transformers(dense: Path, backend: str, lengths: list[int]) -> None:
     model = load(dense, backend)
-    assert isinstance(model.forward, GpuForward if backend == "triton" else TransformersForward)
+    forwards = {"triton": GpuForward, "cpu": NativeForward, "reference": TransformersForward}
+    assert isinstance(model.forward, forwards[backend])
     for found, wanted, length in zip(logits_of(model, sequences(), lengths), expected(dense), lengths, strict=True):
         ends = [*range(length, len(wanted), length), len(wanted)]
         assert float((found - wanted[[end - 1 for end in ends]]).abs().max()) <= 1e-4
@@ -116,7 +119,25 @@ def test_experts_in_mxfp4_stay_as_in_the_checkpoint(mxfp4: Path) -> None:
     assert float((found - wanted[[5, 11, 17, 23, 27]]).abs().max()) <= 1e-4
 
 
-@pytest.mark.parametrize(("backend", "options"), [("cpu", {}), ("triton", {"weight_dtype": "dense"})])
+def test_experts_in_mxfp4_stay_coded_on_a_cpu(mxfp4: Path) -> None:
+    model = load(mxfp4, "cpu")
+    assert isinstance(model.forward, NativeForward)
+    assert model.description.weight_dtype == "quantized"
+    # A byte for a number and a half for each group of 32, where dense ones have four for a number.
+    expanded = load(mxfp4, "cpu", weight_dtype="dense")
+    assert isinstance(expanded.forward, NativeForward)
+    experts = sum(one.numel() * 2 for name, one in load_file(mxfp4 / "model.safetensors").items() if "_blocks" in name)
+    saved = expanded.forward.decoder.num_matrix_bytes - model.forward.decoder.num_matrix_bytes
+    assert saved > 2.5 * experts
+    found = logits_of(model, sequences(), [5, 1])[0]
+    wanted = expected(mxfp4.with_name("mxfp4-dense"))[0]
+    assert float((found - wanted[[4, 9, 14, 19, 24, 27]]).abs().max()) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [("reference", {}), ("cpu", {"forward_name": "transformers"}), *((one, DENSE) for one in ("cpu", "triton"))],
+)
 def test_experts_in_mxfp4_are_expanded(mxfp4: Path, backend: str, options: dict[str, Any]) -> None:
     model = load(mxfp4, backend, **options)
     assert model.description.weight_dtype == "float32"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import (
@@ -38,6 +39,7 @@ from transformers import (
 )
 from transformers import Gemma3TextConfig as Gemma3Config
 
+import inflight.common.model_source as model_source
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.checkpoint.decoder_weights import FAMILIES
 from inflight.executor.checkpoint.support import check_configuration
@@ -50,6 +52,8 @@ from inflight.executor.step.batch import pack
 from tests.property.test_hybrid_models import CONFIGS as HYBRID_CONFIGS
 from tests.property.test_native_hybrid import WITH_EXPERTS
 from tests.property.test_row_invariance import BLOCK_SIZE, one_by_one, sequence_of
+from tests.support.checkpoints.gguf_models import save_gguf_model
+from tests.support.checkpoints.gpt_oss import gpt_oss_config, save_gpt_oss, save_mxfp4
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.greedy import assert_same, generate_alone, generate_together
 from tests.support.device.torch_threads import torch_threads
@@ -119,6 +123,12 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "granite-moe": GraniteMoeConfig(
         **sizes(num_local_experts=6, num_experts_per_tok=2, residual_multiplier=0.5, logits_scaling=4.0)
     ),
+    "gpt-oss": gpt_oss_config(),
+    "gpt-oss-mxfp4": gpt_oss_config(),
+    # Experts in Q4_K and Q6_K, whose groups have shifts or none.
+    "qwen3-moe-gguf": Qwen3MoeConfig(
+        **sizes(num_experts=6, num_experts_per_tok=3, hidden_size=256, moe_intermediate_size=256), norm_topk_prob=True
+    ),
 }
 HYBRIDS = (*HYBRID_CONFIGS.values(), *WITH_EXPERTS.values())
 FORMS: dict[str, dict[str, Any]] = {
@@ -128,8 +138,8 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 CASES = [
     *((name, "float32") for name in CONFIGS),
-    *((name, "bfloat16") for name in ("phi3", "olmo2", "gemma3", "mixtral")),
-    *((name, "int8") for name in ("gemma2", "qwen3-moe")),
+    *((name, "bfloat16") for name in ("phi3", "olmo2", "gemma3", "mixtral", "gpt-oss-mxfp4", "qwen3-moe-gguf")),
+    *((name, "int8") for name in ("gemma2", "qwen3-moe", "gpt-oss")),
 ]
 # Relative distance of logits from those of transformers in float32: rounding of each form.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.4}
@@ -143,6 +153,15 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Imports of GGUF files go to a folder of these tests."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_source, "cache_folder", lambda: folder)
+        yield
+
+
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     name, form = request.param
@@ -152,11 +171,21 @@ def case(request: pytest.FixtureRequest) -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def folder(case: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     name, _ = case
+    if name.startswith("gpt-oss"):
+        save = save_mxfp4 if name == "gpt-oss-mxfp4" else save_gpt_oss
+        return save(tmp_path_factory.mktemp("models") / name)
+    if name == "qwen3-moe-gguf":
+        path = tmp_path_factory.mktemp("models") / "tiny.gguf"
+        kinds = gguf.GGMLQuantizationType
+        save_gguf_model(path, "qwen3moe", CONFIGS[name], [kinds.Q4_K, kinds.Q6_K, kinds.Q4_K])
+        return path
     return save_model(CONFIGS[name], tmp_path_factory.mktemp("models") / name, has_random_vectors=True)
 
 
 @pytest.fixture(scope="module")
 def network(folder: Path) -> Any:
+    dense = folder.with_name(f"{folder.stem}-dense")
+    folder = dense if dense.is_dir() else folder
     return AutoModelForCausalLM.from_pretrained(str(folder), attn_implementation="eager")
 
 
@@ -228,7 +257,6 @@ def test_greedy_ids_are_those_of_the_largest_logits(model: PagedModel) -> None:
 def test_every_family_is_tested() -> None:
     tested = {type(AutoModelForCausalLM.from_config(config)).__name__ for config in CONFIGS.values()}
     elsewhere = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-    elsewhere.add("GptOssForCausalLM")  # native on a GPU only: kernels/test_gpt_oss.py
     hybrid = {type(AutoModelForCausalLM.from_config(config)).__name__ for config in HYBRIDS}
     assert tested | elsewhere | hybrid == FAMILIES.keys()
 

@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from inflight.common import model_source
 from inflight.common.model_source import resolve_model
@@ -19,6 +27,7 @@ from inflight.executor.settings import ExecutorSettings
 from tests.property.test_families import CONFIGS as OTHER_CONFIGS
 from tests.property.test_families import TEXTS
 from tests.property.test_hybrid_models import CONFIGS as HYBRID_CONFIGS
+from tests.support.checkpoints.gguf_models import save_gguf_model
 from tests.support.checkpoints.gpt_oss import save_mxfp4
 from tests.support.checkpoints.quantized_checkpoints import save_gguf, save_quantized
 from tests.support.checkpoints.tiny_models import save_model, sizes
@@ -36,7 +45,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "mistral-window": MistralConfig(**sizes(sliding_window=8)),
     "qwen2": Qwen2Config(**sizes(tie_word_embeddings=True)),
     "qwen3": Qwen3Config(**sizes()),
-    **OTHER_CONFIGS,
+    **{name: config for name, config in OTHER_CONFIGS.items() if not name.endswith(("-gguf", "-mxfp4"))},
     **HYBRID_CONFIGS,
 }
 GGUF_FILES = {"gguf-q4_k-q6_k": ("Q4_K", "Q6_K"), "gguf-q8_0": ("Q8_0",)}
@@ -73,9 +82,17 @@ def gpt_oss_in_mxfp4(folder: Path) -> tuple[Path, Path]:
     return save_mxfp4(folder / "model"), folder / "model-dense"
 
 
+def experts_in_gguf(folder: Path) -> tuple[Path, Path]:
+    config = Qwen3MoeConfig(**sizes(num_experts=4, num_experts_per_tok=2, hidden_size=256, moe_intermediate_size=256))
+    path = folder / "tiny.gguf"
+    config.norm_topk_prob = True
+    return path, save_gguf_model(path, "qwen3moe", config, [KINDS["Q4_K"], KINDS["Q6_K"]])
+
+
 MAKERS: dict[str, Maker] = {
-    "gpt-oss-mxfp4": gpt_oss_in_mxfp4,
     **{name: family(config) for name, config in CONFIGS.items()},
+    "gpt-oss-mxfp4": gpt_oss_in_mxfp4,
+    "gguf-qwen3moe": experts_in_gguf,
     **{name: quantized(name) for name in RUN},
     **{name: gguf_file(kinds) for name, kinds in GGUF_FILES.items()},
 }

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import pytest
 import pytest_asyncio
 import torch
@@ -17,7 +16,6 @@ from transformers import Lfm2Config, Qwen3_5Config, Qwen3_5ForConditionalGenerat
 
 from inflight import AsyncClient, Completion
 from inflight.bench.fleet.tiny_model import write_tokenizer
-from inflight.common.model_files.recurrent import RECURRENT_GGUF
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.common.settings import SettingError
 from inflight.executor.checkpoint.shards import Shard
@@ -112,16 +110,6 @@ async def test_request_continues_with_its_tokens_when_its_executor_dies(hybrid_s
         stream = client.generate(PROMPT, max_tokens=500, **ASKED)
         continued = await finished_after_death(hybrid_stack, stream)
     assert continued.token_ids == whole.token_ids
-
-
-@pytest.mark.parametrize("architecture", sorted(RECURRENT_GGUF))
-def test_gguf_files_with_recurrent_layers_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", architecture)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    with pytest.raises(ModelError, match=f"'{architecture}' is not supported in GGUF: it has recurrent layers"):
-        load_model(resolve_model(str(tmp_path / "tiny.gguf")), device_name="cpu")
 
 
 def test_ranks_are_refused_by_name(hybrid_model: Path) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 
 from inflight.common.kv_size import kv_heads_of_rank, numbers_of_ranks
 from inflight.common.model_files.context_length import context_length_of
+from inflight.common.model_files.gguf_architectures import architecture_of, configuration_of
 from inflight.common.model_files.gguf_header import GgufHeader, parts_of
 from inflight.common.model_files.layer_sizes import LayerSizes
-from inflight.common.model_files.recurrent import RECURRENT_GGUF, RecurrentShape, lfm2_inner_size, recurrent_shape
+from inflight.common.model_files.recurrent import RecurrentShape, lfm2_inner_size, recurrent_shape
 from inflight.common.model_source import HUB_NAME, ModelError, folder_name, read_gguf, read_json, resolve_model
 from inflight.tools.sizing.weights import (
     Role,
@@ -108,6 +109,11 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
         raise ModelError(f"{config_file.parent} is not a model folder: it has no config.json")
     config = read_json(config_file)
     config = {**config, **config.get("text_config", {})}
+    return _of_config(name, config, weights_of_folder(config_file.parent, config))
+
+
+def _of_config(name: str, config: dict[str, Any], counted: Weights | None) -> ModelShape:
+    """Returns the shape by the fields of a configuration; `counted` are the weights of files."""
     if config.get("kv_lora_rank"):
         raise ModelError(f"model {name!r} uses multi-head latent attention, which executors do not run")
     num_heads = _number(config, "num_attention_heads", "n_head")
@@ -122,7 +128,6 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
     if config.get("model_type") == "lfm2":
         inner_size = lfm2_inner_size(config)
     sizes = LayerSizes(hidden_size, num_heads * head_dim, num_kv_heads * head_dim, inner_size)
-    counted = weights_of_folder(config_file.parent, config)
     weights = counted or computed_weights(config, num_layers, num_experts, _number(config, "vocab_size"), sizes)
     if recurrent is not None and not counted:
         weights = (*weights, WeightCount(Role.MATRIX, recurrent.extra_weights))
@@ -146,11 +151,22 @@ def _of_folder(name: str, config_file: Path) -> ModelShape:
 
 def _of_gguf(path: Path, header: GgufHeader) -> ModelShape:
     kind = header.metadata.get("general.architecture")
-    if kind in RECURRENT_GGUF:
-        raise ModelError(f"model {path.stem!r} has recurrent layers, which executors do not run from a GGUF file")
-    config = {
+    config: dict[str, Any] = {
         name.removeprefix(f"{kind}."): value for name, value in header.metadata.items() if not isinstance(value, tuple)
     }
+    rope_scaling = {
+        "type": config.get("rope.scaling.type", "linear"),
+        "factor": config.get("rope.scaling.factor"),
+        "original_max_position_embeddings": config.get("rope.scaling.original_context_length"),
+    }
+    if (architecture := architecture_of(header)) is not None:
+        try:
+            fields = configuration_of(header, architecture)
+        except KeyError as error:
+            raise ModelError(f"GGUF file {path} has no {error.args[0]}") from None
+        is_tied = all(tensor.name != "output.weight" for tensor in header.tensors)
+        fields |= {"rope_parameters": rope_scaling, "tie_word_embeddings": is_tied}
+        return _of_config(path.stem, fields, weights_of_gguf(header))
     num_heads, hidden_size = _number(config, "attention.head_count"), _number(config, "embedding_length")
     num_kv_heads = int(config.get("attention.head_count_kv") or num_heads)
     head_dim = int(config.get("attention.key_length") or hidden_size // num_heads)
@@ -164,11 +180,7 @@ def _of_gguf(path: Path, header: GgufHeader) -> ModelShape:
             {
                 "model_type": kind,
                 "max_position_embeddings": config.get("context_length"),
-                "rope_scaling": {
-                    "type": config.get("rope.scaling.type", "linear"),
-                    "factor": config.get("rope.scaling.factor"),
-                    "original_max_position_embeddings": config.get("rope.scaling.original_context_length"),
-                },
+                "rope_scaling": rope_scaling,
             }
         ),
         num_parameters=header.num_parameters,

@@ -18,6 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from inflight.common.model_files.gguf_architectures import ARCHITECTURES
 from inflight.common.model_files.gguf_header import GgufHeader
 from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER, LayerSizes
 from inflight.common.model_source import ModelError, read_json
@@ -89,6 +90,8 @@ class WeightCount:
 
 Weights = tuple[WeightCount, ...]
 
+# Experts of gpt-oss: on a CPU whole numbers of 8 bits, on a GPU pairs of codes with a scale of a byte for each group.
+MXFP4_EXPERTS = Codes(8, 32, False, 2, gpu_group_bytes=1, gpu_bits=4)
 # What GGUF's types become: bits, size of groups, whether they have shifts, whether 16 bits hold their scales exactly.
 GGUF_CODES = {
     "Q4_0": Codes(4, 32, False, 2),
@@ -103,12 +106,11 @@ GGUF_CODES = {
     "Q6_K": Codes(8, 16, False, 4),
     "IQ4_NL": Codes(8, 32, False, 2),
     "IQ4_XS": Codes(8, 32, False, 4),
+    "MXFP4": MXFP4_EXPERTS,
 }
-# Experts of gpt-oss: pairs of codes, and a scale of a byte for each group of 32.
-MXFP4_EXPERTS = Codes(4, 32, False, 4, gpu_group_bytes=1, is_dense_on_cpu=True)
 GGUF_DENSE = ("F32", "F16", "BF16")
 # Architectures whose files are read as they are; executors import others as dense models.
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", *ARCHITECTURES)
 # With `int4` executors round matrices to 4 bits and the output layer to 8, with these forms; with `int8` to groups of
 # 64 with a scale of 4 bytes.
 _ROUNDED = {Role.MATRIX: Codes(4, 32, True, 4), Role.HEAD: Codes(8, 32, False, 4)}
@@ -138,7 +140,7 @@ def _bytes_each(weight: WeightCount, dtype: str, weight_dtype: str) -> float:
     if weight_dtype == "int8" and weight.role in (Role.MATRIX, Role.EXPERT):
         return _INT8_BYTES
     codes = {"auto": weight.codes, "quantized": weight.codes, "int4": _ROUNDED.get(weight.role)}.get(weight_dtype)
-    if codes is None or codes.is_dense_on_cpu or weight.role in (Role.EMBEDDING, Role.EXPERT):
+    if codes is None or codes.is_dense_on_cpu or weight.role is Role.EMBEDDING:
         return BYTES_PER_NUMBER[dtype]
     scale_bytes = 2 if dtype == "bfloat16" else codes.scale_bytes
     factor = _FACTOR_BYTES / codes.depth if codes.depth else 0
@@ -153,12 +155,17 @@ def weights_of_gguf(header: GgufHeader) -> Weights:
     roles = {"token_embd.weight": Role.EMBEDDING, "output.weight": Role.HEAD}
     count: Counter[tuple[Role, Codes | None]] = Counter()
     for tensor in header.tensors:
-        role = Role.VECTOR if len(tensor.shape) < 2 else roles.get(tensor.name, Role.MATRIX)
+        role = roles.get(tensor.name, Role.MATRIX)
+        if len(tensor.shape) < 2 or ".ffn_gate_inp." in tensor.name:
+            role = Role.VECTOR
+        elif tensor.name.endswith("_exps.weight"):
+            role = Role.EXPERT
         codes = GGUF_CODES.get(tensor.type_name) if is_read else None
         if codes is not None:
             # An offset in float32, or a code that stands for 0.
             group_bytes = codes.scale_bytes + (4 if codes.has_shifts else 1)
-            codes = replace(codes, depth=tensor.shape[-1], gpu_group_bytes=group_bytes)
+            gpu_bytes = codes.gpu_group_bytes or group_bytes
+            codes = replace(codes, depth=tensor.shape[-1], gpu_group_bytes=gpu_bytes)
         count[role, codes] += math.prod(tensor.shape)
     return _counted(count)
 

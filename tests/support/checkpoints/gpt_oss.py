@@ -20,12 +20,8 @@ WINDOW, LIMIT = 8, 0.5
 
 def gpt_oss_config(**changes: Any) -> GptOssConfig:
     """A layer with a window and one without."""
-    return GptOssConfig(
-        **sizes(num_local_experts=5, sliding_window=WINDOW, initializer_range=0.1),
-        num_experts_per_tok=2,
-        swiglu_limit=LIMIT,
-        **changes,
-    )
+    fields = sizes(num_local_experts=5, num_experts_per_tok=2, sliding_window=WINDOW, initializer_range=0.1)
+    return GptOssConfig(**fields | {"swiglu_limit": LIMIT} | changes)
 
 
 def save_gpt_oss(folder: Path, config: GptOssConfig | None = None) -> Path:

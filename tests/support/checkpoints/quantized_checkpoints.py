@@ -312,14 +312,20 @@ def add_keys(writer: gguf.GGUFWriter, family: str, keys: Mapping[str, Any]) -> N
 
 
 def random_blocks(
-    generator: np.random.Generator, kind: gguf.GGMLQuantizationType, num_rows: int, num_columns: int
+    generator: np.random.Generator,
+    kind: gguf.GGMLQuantizationType,
+    num_rows: int,
+    num_columns: int,
+    largest: float = 0.002,
 ) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Returns rows of blocks with random codes. The numbers of float16 are between -0.002 and 0.002."""
+    """Returns rows of blocks with random codes. The numbers of float16 are up to plus or minus `largest`."""
     num_numbers, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows = generator.integers(0, 256, (num_rows, num_columns // num_numbers, num_bytes), np.uint8)
     for start in HALVES[kind.name]:
-        halves = generator.uniform(-0.002, 0.002, rows.shape[:2]).astype(np.float16)
+        halves = generator.uniform(-largest, largest, rows.shape[:2]).astype(np.float16)
         rows[..., start : start + 2] = halves[..., None].view(np.uint8)
+    if kind.name == "MXFP4":
+        rows[..., 0] = generator.integers(117, 121, rows.shape[:2], np.uint8)
     return rows.reshape(num_rows, -1)
 
 
@@ -337,6 +343,7 @@ HALVES = {
     "Q6_K": (208,),
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
+    "MXFP4": (),
 }
 SPECIAL_TOKENS = ["<|start|>", "<|end|>", "<|turn|>"]
 TOKENS = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ"]

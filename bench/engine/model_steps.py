@@ -37,7 +37,12 @@ def cpu_parser(doc: str | None, rounds: int) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="", help="model folder, GGUF file or hub name; default: SmolLM2-135M-Instruct")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="default: %(default)s")
-    add("--weight-dtype", default="auto", choices=["auto", "quantized", "dense", "int8", "int4"], help="default: auto")
+    add(
+        "--weight-dtype",
+        default="auto",
+        choices=["auto", "quantized", "quantized_a8", "dense", "int8", "int4"],
+        help="default: auto",
+    )
     add("--rounds", type=int, default=rounds, help="times that each shape is measured; default: %(default)s")
     add("--cpu-isa", default="auto", help="instruction set; default: the best that there is")
     return parser

@@ -99,12 +99,15 @@ class Variant:
     load_arguments: Mapping[str, Any]
 
 
-VARIANTS = (
+# Of a quantized checkpoint alone.
+QUANTIZED_ROWS = Variant("8-bit rows", {"dtype_name": "bfloat16", "weight_dtype": "quantized_a8"})
+DEFAULTS = (
     Variant("float32", {"dtype_name": "float32"}),
     Variant("bfloat16", {"dtype_name": "bfloat16"}),
     Variant("int8 weights", {"dtype_name": "bfloat16", "weight_dtype": "int8"}),
     Variant("int8 KV", {"dtype_name": "bfloat16", "kv_cache_dtype": "int8"}),
 )
+VARIANTS = (*DEFAULTS, QUANTIZED_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +164,15 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     names = [variant.name for variant in VARIANTS]
+    default = f"all but {QUANTIZED_ROWS.name}"
     add = parser.add_argument
     add("--model", default="", help="model folder, GGUF file or hub name; default: SmolLM2-135M-Instruct")
     add("--reference", default="", metavar="MODEL", help="a model with the same tokenizer; default: --model itself")
     add("--text", type=Path, default=TEXT, metavar="FILE", help="default: bench/texts/passages.txt")
     add("--prompts", type=int, default=NUM_PROMPTS, metavar="N", help=f"parts of the text; default: {NUM_PROMPTS}")
-    add("--variants", type=_variants, default=VARIANTS, metavar="NAME,…", help=f"{', '.join(names)}; default: all")
+    add(
+        "--variants", type=_variants, default=DEFAULTS, metavar="NAME,…", help=f"{', '.join(names)}; default: {default}"
+    )
     add("--out", type=Path, default=Path("bench/reports"), metavar="FOLDER", help="default: bench/reports")
     return parser
 

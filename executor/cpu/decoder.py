@@ -98,7 +98,8 @@ class HeadNorms(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DecoderForm:
-    """What determines the layout of the weights in memory. With `expands_quantized` no matrix stays quantized."""
+    """What determines the layout of the weights in memory. With `expands_quantized` no matrix stays quantized; with
+    `rounds_rows` those that do multiply rows rounded to 8 bits."""
 
     shape: DecoderShape
     dtype: torch.dtype
@@ -113,6 +114,7 @@ class DecoderForm:
     has_router_bias: bool = False
     has_expert_biases: bool = False
     expands_quantized: bool = False
+    rounds_rows: bool = False
 
 
 def unsupported_reason(shape: DecoderShape) -> str | None:
@@ -188,7 +190,7 @@ class NativeDecoder:
         and in unusual groups. With `frees_quantized` the memory of each of them is freed when it is packed."""
         for layer, part, first, matrix in _matrices(weights, self.shard):
             if self._keeps_codes(matrix):
-                coded, kept = _coded_part(matrix, first, self.form.dtype)
+                coded, kept = _coded_part(matrix, first, self.form.dtype, self.form.rounds_rows)
                 self._calls.inflight_decoder_declare(self._decoder, layer, part, ctypes.byref(coded))
                 del kept
         if self._calls.inflight_decoder_allocate(self._decoder):
@@ -215,7 +217,7 @@ class NativeDecoder:
 
     def _pack_matrix(self, layer: int, part: Packed, first: int, matrix: Matrix) -> None:
         if self._keeps_codes(matrix):
-            coded, kept = _coded_part(matrix, first, self.form.dtype)
+            coded, kept = _coded_part(matrix, first, self.form.dtype, self.form.rounds_rows)
             self._calls.inflight_decoder_pack_codes(self._decoder, layer, part, ctypes.byref(coded))
             del kept
             return
@@ -548,13 +550,15 @@ def _free_experts(layer: LayerWeights) -> None:
     return_free_memory()
 
 
-def _coded_part(weight: QuantizedWeight, first: int, dtype: torch.dtype) -> tuple[_CodedPart, CodedWeight]:
+def _coded_part(
+    weight: QuantizedWeight, first: int, dtype: torch.dtype, rounds_rows: bool = False
+) -> tuple[_CodedPart, CodedWeight]:
     """Returns a matrix as C++ takes it, and the tensors that it points to."""
     coded = encode(weight, dtype)
     shifts, order = (None if tensor is None else tensor.data_ptr() for tensor in (coded.shifts, coded.order))
     numbers = (coded.codes.data_ptr(), coded.scales.data_ptr(), shifts, coded.factors.data_ptr(), order)
     sizes = (first, coded.codes.shape[0], coded.depth, coded.bits, coded.group_size, coded.scales.shape[1])
-    return _CodedPart(*numbers, *sizes, coded.center, coded.has_halves), coded
+    return _CodedPart(*numbers, *sizes, coded.center, coded.has_halves, rounds_rows), coded
 
 
 def _adapter_matrix(matrix: AdapterMatrix | None, dtype: torch.dtype) -> tuple[_AdapterMatrix, tuple[Tensor, ...]]:
@@ -614,7 +618,7 @@ class _CodedPart(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("codes", "scales", "shifts", "factors", "order")),
         *((name, c_int64) for name in ("first_column", "num_columns", "depth", "bits", "group_size", "num_groups")),
-        *((name, c_int64) for name in ("center", "has_halves")),
+        *((name, c_int64) for name in ("center", "has_halves", "has_rounded_rows")),
     )
 
 

@@ -10,7 +10,7 @@ import ctypes
 import weakref
 from collections.abc import Mapping
 from ctypes import c_double, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -48,11 +48,13 @@ class WeightStream:
 
 @dataclass(frozen=True, slots=True)
 class TrialCodes:
-    """Weights of 4 or 8 bits with a scale of 16 bits, and perhaps a shift, for each group of the depth."""
+    """Weights of 4 or 8 bits with a scale of 16 bits, and perhaps a shift, for each group of the depth. They multiply
+    rows as they are, or rounded to 8 bits."""
 
     bits: int
     group_size: int
     has_shifts: bool
+    has_rounded_rows: bool = False
 
     @property
     def bits_per_weight(self) -> float:
@@ -105,7 +107,7 @@ class ProductTrial:
             most_rows,
             shape.dtype == torch.bfloat16,
             shape.has_int8_weights,
-            *((0, 0, 0) if shape.codes is None else (shape.codes.bits, shape.codes.group_size, shape.codes.has_shifts)),
+            *((0, 0, 0, 0) if shape.codes is None else astuple(shape.codes)),
         )
         trial = calls.inflight_trial_new(ctypes.byref(layout))
         if not trial:
@@ -162,6 +164,7 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_matrices", "columns", "depth", "blocks_at_once", "most_rows")),
         *((name, c_int64) for name in ("is_bfloat16", "is_int8", "bits", "group_size", "has_shifts")),
+        ("has_rounded_rows", c_int64),
     )
 
 

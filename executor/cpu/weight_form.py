@@ -1,18 +1,17 @@
-"""Choice of the form of quantized weights, as in the checkpoint or expanded to the dtype, by measuring on this machine.
+"""Choice of the form of quantized weights, as in the checkpoint or expanded to the dtype, and of the rows that they
+multiply, as they are or rounded to 8 bits, by measuring on this machine.
 
-Quantized weights are read faster, and dense ones are multiplied faster by some processors and for many rows. The
-two forms round differently, so executors of one model must have the same one. Measured shares varied by up to nine
-points, and the bound of `fastest_form` is far from the ratios of the measured processors, so that equal
-machines choose equally.
-
-int8 is measured too, and named where it is clearly faster, but never chosen: it rounds activations. On a processor
-where it took half of the time, the default model answered the first question of the README wrongly with it.
+Quantized weights are read faster, and dense ones are multiplied faster by some processors and for many rows. Rounded
+rows have a scale for each 32 numbers, as in llama.cpp, whose loss is within the noise of perplexity
+(docs/design/cpu-kernels.md). The forms round differently, so executors of one model must have the same one. Measured
+shares varied by up to nine points, and the bounds of `fastest_form` are far from the ratios of the measured processors,
+so that equal machines choose equally.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -28,10 +27,12 @@ from inflight.executor.native.pool import NativePool
 
 # Prompts of conversations and documents are several times as long as the answers.
 PROMPT_TOKENS_PER_OUTPUT_TOKEN = 4
-# Of the time of quantized weights, what dense ones may take to be chosen; and of the chosen ones, what int8 may take to
-# be named. Dense ones take about three times the memory, and a lone sequence is up to twice as slow. Measured for 4
-# bits in groups of 32 and 64 seats: dense 0.84 with AMX, 0.77 with AVX2 in float32, 0.80 to 0.91 with AVX512-BF16, 0.99
-# with AVX-512 in float32; int8 0.49 with AVX512-VNNI.
+# Of the time of quantized weights, what those with rounded rows may take to be chosen. Measured for 4 bits in groups of
+# 32 and 32 seats: 0.61 with AVX512-VNNI.
+LARGEST_SHARE_OF_ROUNDED = 0.85
+# Of the time of the faster of both, what dense ones may take to be chosen. They take about three times the memory, and
+# a lone sequence is up to twice as slow. Measured for 4 bits in groups of 32 and 64 seats, of that of quantized ones:
+# 0.84 with AMX, 0.77 with AVX2 in float32, 0.80 to 0.91 with AVX512-BF16, 0.99 with AVX-512 in float32.
 LARGEST_SHARE = 0.7
 # Of dense weights in the free memory. The KV cache is a share of what is left, so it keeps at least half of its size.
 LARGEST_SHARE_OF_MEMORY = 0.5
@@ -50,15 +51,18 @@ MEBIBYTE = 1 << 20
 
 
 class WeightForm(StrEnum):
-    """A form of the matrices of a quantized checkpoint, by the name of its `weight_dtype`. In int8 the activations of a
-    product are rounded too."""
+    """A form of the matrices of a quantized checkpoint, by the name of its `weight_dtype`."""
 
     QUANTIZED = "quantized"
+    ROUNDED_ROWS = "quantized_a8"
     DENSE = "dense"
-    INT8 = "int8"
 
 
-_IN_WORDS = {WeightForm.QUANTIZED: "kept as in the checkpoint", WeightForm.DENSE: "expanded"}
+_IN_WORDS = {
+    WeightForm.QUANTIZED: "kept as in the checkpoint",
+    WeightForm.ROUNDED_ROWS: "kept as in the checkpoint and multiply activations of 8 bits",
+    WeightForm.DENSE: "expanded",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,39 +140,47 @@ def read_quantized(
     )
 
 
-# Times of each form, for a product, a number of seats, and tokens of a step.
-Measure = Callable[[TrialShape, int, int], Mapping[WeightForm, TokenTimes]]
+# Times of the forms, for a product, a number of seats, and tokens of a step.
+Measure = Callable[[TrialShape, Sequence[WeightForm], int, int], Mapping[WeightForm, TokenTimes]]
 
 
-def choose_form(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int | None, measure: Measure) -> FormChoice:
-    """Returns the form for an executor with so much free memory. It measures if there is a choice, and if reading and
-    multiplying the weights takes a time worth measuring."""
-    if lack := lack_of_memory(model, sizes, free_bytes):
-        return FormChoice(WeightForm.QUANTIZED, lack)
-    assert free_bytes is not None
+def choose_form(
+    model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int | None, measure: Measure, *, may_round: bool
+) -> FormChoice:
+    """Returns the form for an executor with so much free memory. `may_round`: rows may be rounded. It measures if there
+    is a choice, and if reading and multiplying the weights takes a time worth measuring."""
+    lack = lack_of_memory(model, sizes, free_bytes)
+    forms = [form for form in WeightForm if may_round or form is not WeightForm.ROUNDED_ROWS]
+    if lack is not None:
+        forms.remove(WeightForm.DENSE)
+        if not may_round:
+            return FormChoice(WeightForm.QUANTIZED, lack)
     if trial_shape(model.product, WeightForm.DENSE).num_bytes * model.num_layers < TRIAL_BYTES // 2:
         return FormChoice(WeightForm.QUANTIZED, "the model is too small for a measurement")
-    seats = _seats(model, sizes, free_bytes)
-    return fastest_form(measure(model.product, seats, sizes.max_num_tokens), seats)
+    seats = _seats(model, sizes, (free_bytes or 0) - (model.dense_bytes if lack is None else 0))
+    choice = fastest_form(measure(model.product, forms, seats, sizes.max_num_tokens), seats)
+    return choice if lack is None else replace(choice, reason=f"{choice.reason}; {lack}")
 
 
 def fastest_form(times: Mapping[WeightForm, TokenTimes], num_seats: int) -> FormChoice:
     """Returns the form whose products are faster while every seat is taken, where a token of output comes with
-    `PROMPT_TOKENS_PER_OUTPUT_TOKEN` tokens of prompts. Dense weights must be clearly faster: their time must be at most
-    `LARGEST_SHARE` of that of quantized ones. The reason names int8 if that is clearly faster than the choice."""
+    `PROMPT_TOKENS_PER_OUTPUT_TOKEN` tokens of prompts. It must be clearly faster: with rounded rows the time must be at
+    most `LARGEST_SHARE_OF_ROUNDED` of that of quantized weights, and with dense ones at most `LARGEST_SHARE` of that of
+    the form that would be chosen without them."""
     of_quantized = times[WeightForm.QUANTIZED].busy_s
-    is_dense = times[WeightForm.DENSE].busy_s <= LARGEST_SHARE * of_quantized
-    chosen = WeightForm.DENSE if is_dense else WeightForm.QUANTIZED
+    chosen = WeightForm.QUANTIZED
+    for form, share in ((WeightForm.ROUNDED_ROWS, LARGEST_SHARE_OF_ROUNDED), (WeightForm.DENSE, LARGEST_SHARE)):
+        if form in times and times[form].busy_s <= share * times[chosen].busy_s:
+            chosen = form
     measured = ", ".join(
         f"{form.value} {one.decode_s * 1e6:.2f} and {one.prompt_s * 1e6:.2f} µs ({one.busy_s / of_quantized:.2f})"
         for form, one in times.items()
     )
     reason = (
         f"with {num_seats} sequences a product takes for a token of output and for each of "
-        f"{PROMPT_TOKENS_PER_OUTPUT_TOKEN} of a prompt: {measured}; dense is chosen up to {LARGEST_SHARE:.2f}"
+        f"{PROMPT_TOKENS_PER_OUTPUT_TOKEN} of a prompt: {measured}; {WeightForm.ROUNDED_ROWS.value} is chosen up to "
+        f"{LARGEST_SHARE_OF_ROUNDED:.2f}, and dense up to {LARGEST_SHARE:.2f} of the faster"
     )
-    if times[WeightForm.INT8].busy_s <= LARGEST_SHARE * times[chosen].busy_s:
-        reason += "; int8 is faster, but rounds activations: --weight-dtype int8 chooses it"
     return FormChoice(chosen, reason)
 
 
@@ -189,8 +201,9 @@ def lack_of_memory(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int 
 def measure_with(library: NativeLibrary, pool: NativePool, stream: WeightStream) -> Measure:
     """Returns a measurement on these threads. No round begins after `MOST_SECONDS`."""
 
-    def measure(product: TrialShape, num_seats: int, max_num_tokens: int) -> Mapping[WeightForm, TokenTimes]:
-        forms = list(WeightForm)
+    def measure(
+        product: TrialShape, forms: Sequence[WeightForm], num_seats: int, max_num_tokens: int
+    ) -> Mapping[WeightForm, TokenTimes]:
         rows = num_seats, min(max_num_tokens, MOST_PROMPT_ROWS)
         shapes = [trial_shape(product, form) for form in forms]
         trials = [[_trial(library, pool, shape, num_rows) for num_rows in rows] for shape in shapes]
@@ -212,9 +225,9 @@ def measure_with(library: NativeLibrary, pool: NativePool, stream: WeightStream)
 
 def trial_shape(product: TrialShape, form: WeightForm) -> TrialShape:
     """Returns a product of quantized weights with its weights in a form."""
-    if form is WeightForm.QUANTIZED:
-        return product
-    return replace(product, codes=None, has_int8_weights=form is WeightForm.INT8)
+    if form is WeightForm.DENSE or product.codes is None:
+        return replace(product, codes=None)
+    return replace(product, codes=replace(product.codes, has_rounded_rows=form is WeightForm.ROUNDED_ROWS))
 
 
 def _trial(library: NativeLibrary, pool: NativePool, shape: TrialShape, num_rows: int) -> ProductTrial:
@@ -229,9 +242,9 @@ def _trial(library: NativeLibrary, pool: NativePool, shape: TrialShape, num_rows
 
 
 def _seats(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int) -> int:
-    """Returns the seats that are set, or those that the memory beside dense weights is likely to give."""
+    """Returns the seats that are set, or those that the memory beside the weights is likely to give."""
     if sizes.max_num_sequences:
         return sizes.max_num_sequences
-    kv_bytes = sizes.kv_cache_free_host_mem_fraction * (free_bytes - model.dense_bytes)
+    kv_bytes = sizes.kv_cache_free_host_mem_fraction * max(0, free_bytes)
     num_tokens = sizes.max_tokens_in_paged_kv_cache or int(kv_bytes) // model.kv_bytes_per_token
     return num_seats(num_tokens, 1, model.context_length, most_seats(0, sizes.max_num_tokens))

@@ -23,9 +23,10 @@ from inflight.executor.parallel.member import Hello
 class ModelDescription:
     """Properties of a model. Defaults of sampling are None where its generation config has none.
 
-    `weight_dtype` is the type of the layers' weights: that of the model, `quantized` as in the checkpoint, `int8`,
-    `int4` or `fp8`. `backend_reason` says why its attention backend was chosen. `same_on_all_ranks` are properties, by
-    name, in which the ranks of an executor must agree; there are none without other ranks.
+    `weight_dtype` is the type of the layers' weights: that of the model, `quantized` as in the checkpoint,
+    `quantized_a8`, `int8`, `int4` or `fp8`. `backend_reason` says why its attention backend was chosen.
+    `same_on_all_ranks` are properties, by name, in which the ranks of an executor must agree; there are none without
+    other ranks.
     """
 
     revision: str

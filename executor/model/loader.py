@@ -93,7 +93,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # The attention backends whose forward pass multiplies weights of these types.
-NEEDED_BACKENDS = {"int8": "cpu", "int4": "cpu", "fp8": "triton"}
+NEEDED_BACKENDS = {"quantized_a8": "cpu", "int8": "cpu", "int4": "cpu", "fp8": "triton"}
+# The types with which the weights of a quantized checkpoint stay as they are.
+AS_QUANTIZED = ("quantized", "quantized_a8")
 FORWARD_IS_SET = "forward=transformers is set"
 
 
@@ -118,9 +120,11 @@ def load_model(
 ) -> PagedModel:
     """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
-    `weight_dtype` is `auto` (that of the checkpoint; with the `sizes` of an executor `dense` for a quantized one if
-    that is measured to be clearly faster), `quantized`, `dense`, which expands a quantized checkpoint to the dtype,
-    `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds linear layers to 4 bits.
+    `weight_dtype` is `auto` (that of the checkpoint; with the `sizes` of an executor `quantized_a8` or `dense` for a
+    quantized one if that is measured to be clearly faster, the former unless `dtype_name` is float32), `quantized`,
+    `quantized_a8`, whose products round activations to 8 bits with a scale for each 32, `dense`, which expands a
+    quantized checkpoint to the dtype, `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds
+    linear layers to 4 bits.
     `kv_cache_dtype` is `auto`, `int8` or `fp8`; layers of `kv_cache_skip_layers` keep the dtype of the activations.
     `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`. `pooling_name` is for
     `read_pooling`. `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights;
@@ -149,7 +153,8 @@ def load_model(
     layout = KvLayout(choice.backend, device, dtype, _layers_of(layers, shard), layer_kv_dtypes)
     with model_errors(f"model {source.name!r} cannot be prepared"):
         defaults = read_defaults(folder, vocabulary_size, end_ids)
-        weights = _Weights(network, layers, layout, weight_dtype, length, shard, sizes, mixers)
+        may_round = dtype_name != "float32"
+        weights = _Weights(network, layers, layout, weight_dtype, length, shard, sizes, may_round, mixers)
         chosen = _choose_forward(weights, forward_name, backend_name, weight_stream)
         description = describe(source, network, layout, defaults, chosen.weight_dtype, choice.reason, chosen.same)
         forward = chosen.forward if group is None else _lead(chosen.forward, group, description)
@@ -174,8 +179,9 @@ def _checked_pooling(pooling: Pooling | None, forward: Forward, shard: Shard) ->
 @dataclass(frozen=True, slots=True, eq=False)
 class _Weights:
     """Weights for which a forward pass is chosen. `layers` are those of the whole model, and `layout` is that of the
-    `shard`. `length` is that of the longest sequence. With `sizes` quantized weights may be expanded. `mixers` are the
-    recurrent layers by number, which are not among `layers`."""
+    `shard`. `length` is that of the longest sequence. With `sizes` quantized weights may be expanded, and with
+    `may_round` the rows that they multiply rounded. `mixers` are the recurrent layers by number, which are not among
+    `layers`."""
 
     network: PreTrainedModel
     layers: tuple[Layer, ...]
@@ -184,6 +190,7 @@ class _Weights:
     length: int
     shard: Shard
     sizes: ExecutorSizes | None
+    may_round: bool
     mixers: Mapping[int, Mixer]
 
 
@@ -250,7 +257,7 @@ def _with_codes_of_cpu(weights: _Weights) -> _Weights:
     """Makes whole numbers of weights in FP4, of those of experts when they are packed; weights in FP8 are expanded
     then. Returns the weights with the type that they have then."""
     with_whole_numbers(weights.network)
-    if weights.weight_dtype != "quantized" or has_whole_numbers(weights.network):
+    if weights.weight_dtype not in AS_QUANTIZED or has_whole_numbers(weights.network):
         return weights
     log.info("weights in FP8 are expanded to %s", weights.network.dtype)
     return replace(weights, weight_dtype="dense")
@@ -331,6 +338,7 @@ def _native_forward(
         log.info("quantized weights are %s", choice)
         weights = replace(weights, weight_dtype=choice.form.value)
         form = replace(form, expands_quantized=choice.form is WeightForm.DENSE)
+    form = replace(form, rounds_rows=weights.weight_dtype == WeightForm.ROUNDED_ROWS.value)
     native = NativeDecoder(backend.library, backend.pool, form, stream, shard)
     log.info("weights are read with %s", native.stream)
     native.pack(decoder, frees_quantized=True)
@@ -350,7 +358,8 @@ def _choose_form(
     if model is None:
         return None
     measure = measure_with(backend.library, backend.pool, stream)
-    return choose_form(model, weights.sizes, num_available_memory_bytes(), measure)
+    free_bytes = num_available_memory_bytes()
+    return choose_form(model, weights.sizes, free_bytes, measure, may_round=weights.may_round)
 
 
 def _lead(forward: Forward, group: WorkerGroup, description: ModelDescription) -> Forward:
@@ -394,7 +403,7 @@ def _compare(forward: Forward, expectation: Expectation, description: ModelDescr
         expectation,
         logits,
         layout.dtype,
-        has_rounded_products=description.weight_dtype == "int8",
+        has_rounded_products=description.weight_dtype in ("int8", "quantized_a8"),
         quantized_kv=next((kv_dtype for kv_dtype in layout.layer_dtypes if kv_dtype != layout.dtype), None),
         routes_by_itself=forward.routes_by_itself,
     )
@@ -411,8 +420,8 @@ def _with_weights_of(network: PreTrainedModel, weight_dtype: str) -> str:
     if weight_dtype == "dense":
         make_dense(network, network.dtype)
         expand_experts(network)
-    if weight_dtype == "quantized" and not is_quantized(network):
-        raise ModelError("weight_dtype quantized is for quantized checkpoints, and this one is not")
+    if weight_dtype in AS_QUANTIZED and not is_quantized(network):
+        raise ModelError(f"weight_dtype {weight_dtype} is for quantized checkpoints, and this one is not")
     if weight_dtype == "int4":
         log.info("%d linear layers are rounded to 4 bits, the output layer to 8", round_linears(network))
     return "quantized" if weight_dtype == "auto" and is_quantized(network) else weight_dtype

@@ -10,6 +10,10 @@
 // rounded: scale · (code - center + shift) becomes bfloat16, and its products are those of a plain block. Tiles cannot
 // scale a group's products, and without a scale their sums would leave the tiles after each group.
 //
+// A part may ask for rounded rows instead (llama.cpp's Q8_0 and Q8_1): each 32 numbers of a row, or 16 if groups are so
+// small, become int8 with a scale of their own. Their products with codes are sums of integers, exact in every order, so
+// the result is the same bit by bit in every build that has fused multiply-adds. Tiles are not used for them.
+//
 // A block is 32 columns of a product, as in matmul.h, and of one format. Blocks of a matrix may differ, and some may be
 // plain. A block has 32 float32 factors, and then for each group of the depth
 //
@@ -45,6 +49,7 @@ struct CodeFormat {
     int64_t center;            // of 4 bits; 0 for 8 bits
     bool has_halves;           // scales and shifts have 16 bits
     bool has_shifts;
+    bool has_rounded_rows;
     int view;                  // of the rows, or NO_VIEW: as they are
 
     static constexpr int NO_VIEW = -1;
@@ -67,17 +72,47 @@ struct CodedPart {
     const void *scales, *shifts;
     const float* factors;
     const int32_t* order;
-    int64_t first_column, num_columns, depth, bits, group_size, num_groups, center, has_halves;
+    int64_t first_column, num_columns, depth, bits, group_size, num_groups, center, has_halves, has_rounded_rows;
 };
 
 }  // extern "C"
 
-// How parts of a matrix read rows: in another order unless it is empty, and with the sums of groups.
+// Some numbers of a row, rounded. Those for codes of 4 bits are in ORDER_OF_BYTES. `offset` is what is added to the sum
+// of products because codes are not signed, and `sum` is that of the numbers before they were rounded.
+struct Rounded {
+    static constexpr int MOST = 32;
+
+    alignas(16) int8_t numbers[MOST];
+    float scale;
+    int32_t offset;
+    float sum;
+};
+
+// Of a row, how many numbers have one scale.
+constexpr int64_t rounded_size(int64_t group_size) { return std::min<int64_t>(group_size, Rounded::MOST); }
+
+// `stride` counts parts of a row.
+struct RoundedRows {
+    Rounded* parts = nullptr;
+    int64_t stride = 0;
+
+    RoundedRows from(int64_t row) const { return {parts + row * stride, stride}; }
+};
+
+// How parts of a matrix read rows: in another order unless it is empty, with the sums of groups, and rounded for codes
+// of some bits unless they are 0.
 struct RowView {
     std::vector<int32_t> order;
     int64_t group_size, num_groups;
     bool has_sums;
+    int64_t rounded_for_bits;
+    int64_t code_of_zero;  // as the rounded rows multiply codes
+
+    int64_t num_rounded() const { return num_groups * group_size / rounded_size(group_size); }
 };
+
+// The zero of codes of 8 bits once they have become unsigned.
+constexpr int64_t UNSIGNED_ZERO = 128;
 
 // A matrix of blocks that differ, of some parts with codes, and of plain blocks.
 class Mixture {
@@ -88,8 +123,9 @@ class Mixture {
         blocks_.resize(num_blocks);
         formats_of_blocks_.resize(num_blocks, PLAIN);
         formats_.push_back({part.bits, part.group_size, part.num_groups, part.bits == 4 ? part.center : 0,
-                            part.has_halves != 0, part.shifts != nullptr,
-                            view_of(part, part.shifts != nullptr && !ROUNDS_WEIGHTS<Element>)});
+                            part.has_halves != 0, part.shifts != nullptr, part.has_rounded_rows != 0,
+                            view_of(part, part.shifts != nullptr && !ROUNDS_WEIGHTS<Element> && !part.has_rounded_rows)});
+        has_rounded_rows_ |= part.has_rounded_rows != 0;
         for (int64_t column = part.first_column; column < part.first_column + part.num_columns; ++column)
             formats_of_blocks_[block_of(column)] = (int)formats_.size() - 1;
     }
@@ -108,6 +144,8 @@ class Mixture {
 
     const MixedBlock* blocks() const { return blocks_.data(); }
     const std::vector<RowView>& views() const { return views_; }
+    // Whether a part multiplies rounded rows.
+    bool has_rounded_rows() const { return has_rounded_rows_; }
 
     // Packs a column of a part, `placed` among the blocks' columns.
     void pack_column(const CodedPart& part, int64_t index, int64_t placed) const {
@@ -144,10 +182,13 @@ class Mixture {
     int view_of(const CodedPart& part, bool has_sums) {
         const RowView view{part.order == nullptr ? std::vector<int32_t>()
                                                  : std::vector<int32_t>(part.order, part.order + part.depth),
-                           part.group_size, part.num_groups, has_sums};
-        if (view.order.empty() && !view.has_sums) return CodeFormat::NO_VIEW;
+                           part.group_size, part.num_groups, has_sums, part.has_rounded_rows ? part.bits : 0,
+                           part.bits == 4 ? part.center : UNSIGNED_ZERO};
+        if (view.order.empty() && !view.has_sums && view.rounded_for_bits == 0) return CodeFormat::NO_VIEW;
         for (size_t i = 0; i < views_.size(); ++i)
-            if (views_[i].order == view.order && views_[i].group_size == view.group_size) {
+            if (views_[i].order == view.order && views_[i].group_size == view.group_size &&
+                views_[i].rounded_for_bits == view.rounded_for_bits &&
+                (view.rounded_for_bits == 0 || views_[i].code_of_zero == view.code_of_zero)) {
                 views_[i].has_sums |= view.has_sums;
                 return (int)i;
             }
@@ -155,11 +196,51 @@ class Mixture {
         return (int)views_.size() - 1;
     }
 
+    bool has_rounded_rows_ = false;
     std::vector<CodeFormat> formats_;
     std::vector<int> formats_of_blocks_;
     std::vector<MixedBlock> blocks_;
     std::vector<RowView> views_;
 };
+
+// Which of 8 numbers the codes of 4 bits in the lower halves of a lane's bytes multiply, and those in the upper halves.
+constexpr int ORDER_OF_BYTES[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+
+// Rounds COUNT numbers, their largest to 127, for codes of some bits. With a number that is not finite the scale is not
+// a number.
+template <int COUNT>
+inline void round_numbers(const float* from, int64_t bits, int64_t code_of_zero, Rounded& to) {
+    [[maybe_unused]] typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+    Floats x[COUNT / WIDTH];
+    Ints largest = {}, sums = {};
+#pragma GCC unroll 8
+    for (int v = 0; v < COUNT / WIDTH; ++v) {
+        x[v] = load(from + v * WIDTH);
+        largest = magnitudes(x[v]) > largest ? magnitudes(x[v]) : largest;
+    }
+    const float magnitude = as_float((uint32_t)largest_of(largest));
+    const float factor = can_be_scaled(magnitude) ? LARGEST_INT8 / magnitude : 0.0f;
+#pragma GCC unroll 8
+    for (int v = 0; v < COUNT / WIDTH; ++v) {
+        const Ints integers = (Ints)(x[v] * factor + TO_INTEGER) - (Ints)all(TO_INTEGER);
+        sums += integers;
+#if defined(__AVX512F__)
+        _mm_storeu_si128((__m128i*)(to.numbers + v * WIDTH), _mm512_cvtepi32_epi8((__m512i)integers));
+#else
+        const Bytes bytes = __builtin_convertvector(integers, Bytes);
+        std::memcpy(to.numbers + v * WIDTH, &bytes, sizeof bytes);
+#endif
+    }
+    if (bits == 4)
+        for (int i = 0; i < COUNT; i += LANES) {
+            int8_t ordered[LANES];
+            for (int k = 0; k < LANES; ++k) ordered[k] = to.numbers[i + k / 8 * 8 + ORDER_OF_BYTES[k % 8]];
+            std::memcpy(to.numbers + i, ordered, LANES);
+        }
+    to.scale = magnitude < INFINITY ? magnitude / LARGEST_INT8 : NAN;
+    // Unsigned, as a sum of what was not finite may be any number.
+    to.offset = (int32_t)(0u - (uint32_t)code_of_zero * (uint32_t)sum_of(sums));
+}
 
 // Rows as the parts of a matrix read them, for as many rows as were reserved. Products use the memory in turn.
 template <class Element>
@@ -169,12 +250,14 @@ class ViewedRows {
     struct Size {
         size_t num_views = 0;
         int64_t num_groups = 0, depth = 0;  // the most of a view, and the deepest that has an order
+        int64_t num_rounded = 0;            // the most rounded parts of a row
 
         void include(const std::vector<RowView>& views) {
             num_views = std::max(num_views, views.size());
             for (const RowView& view : views) {
                 if (view.has_sums) num_groups = std::max(num_groups, view.num_groups);
                 depth = std::max(depth, (int64_t)view.order.size());
+                if (view.rounded_for_bits > 0) num_rounded = std::max(num_rounded, view.num_rounded());
             }
         }
     };
@@ -184,6 +267,7 @@ class ViewedRows {
         capacity_ = num_rows;
         rows_.resize(size.num_views);
         sums_.resize(size.num_views);
+        rounded_.resize(size.num_views);
         Cursor count(nullptr);
         place(count, size);
         arena_ = std::make_unique<Arena>(count.used());
@@ -209,6 +293,7 @@ class ViewedRows {
             if (view.has_sums)
                 for (int64_t group = 0; group < view.num_groups; ++group)
                     sums_[i][row * view.num_groups + group] = sum(numbers + group * view.group_size, view.group_size);
+            if (view.rounded_for_bits > 0) round(view, numbers, rounded_[i].from(row).parts);
         }
     }
 
@@ -217,8 +302,20 @@ class ViewedRows {
         return view == CodeFormat::NO_VIEW || views[view].order.empty() ? plain : rows_[view].from(first, 0);
     }
     const float* sums(int view) const { return view == CodeFormat::NO_VIEW ? nullptr : sums_[view]; }
+    const RoundedRows& rounded(int view) const { return rounded_[view]; }
 
   private:
+    static void round(const RowView& view, const typename Element::Number* numbers, Rounded* to) {
+        const int64_t size = rounded_size(view.group_size);
+        for (const Rounded* const end = to + view.num_rounded(); to < end; ++to, numbers += size) {
+            alignas(64) float some[Rounded::MOST];
+            for (int64_t i = 0; i < size; ++i) some[i] = Element::get(numbers[i]);
+            const auto round = size == Rounded::MOST ? round_numbers<Rounded::MOST> : round_numbers<Rounded::MOST / 2>;
+            round(some, view.rounded_for_bits, view.code_of_zero, *to);
+            to->sum = sum(numbers, size);
+        }
+    }
+
     static float sum(const typename Element::Number* numbers, int64_t count) {
         float sums[LANES] = {};
         for (int64_t i = 0; i < count; i += LANES)
@@ -235,6 +332,8 @@ class ViewedRows {
                 rows_[i].numbers = cursor.take<typename Element::Number>((capacity_ + TILE_ROWS) * rows_[i].stride);
             }
             sums_[i] = cursor.take<float>(capacity_ * size.num_groups);
+            if (size.num_rounded == 0) continue;
+            rounded_[i] = {cursor.take<Rounded>(capacity_ * size.num_rounded), size.num_rounded};
         }
     }
 
@@ -242,10 +341,13 @@ class ViewedRows {
     std::unique_ptr<Arena> arena_;
     std::vector<Rows<Element>> rows_;
     std::vector<float*> sums_;
+    std::vector<RoundedRows> rounded_;
 };
 
 // Rows that are multiplied at once: fewer than of plain weights, which was faster.
 constexpr int CODED_ROWS = REGISTER_ROWS * 2 / 3;
+
+constexpr int ROUNDED_ROWS = REGISTER_ROWS;
 
 // Makes Elements of the packed codes of BITS bits.
 template <class Element, int BITS>
@@ -396,6 +498,87 @@ void multiply_some_codes(int num_rows, const CodeFormat& format, const char* blo
     multiply_codes<Element, BITS, ROWS>(format, block, next, pass, rows, row_sums, sums);
 }
 
+// Adds to `sums[row, 32 columns]` the products of rounded rows, for the columns of one pass.
+template <int BITS, bool HAS_SHIFTS, int ROWS>
+void multiply_rounded(const CodeFormat& format, const char* block, const char* next, int pass, const RoundedRows& rows,
+                      Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+    const int64_t size = rounded_size(format.group_size), num_lanes = size * BITS / 32;
+    int column_of[PASS_VECTORS];
+    Floats factors[PASS_VECTORS], out[ROWS][PASS_VECTORS];
+    for (int v = 0; v < PASS_VECTORS; ++v) {
+        column_of[v] = (pass * PASS_VECTORS + v) * WIDTH;
+        factors[v] = load(reinterpret_cast<const float*>(block) + column_of[v]);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < PASS_VECTORS; ++v) out[r][v] = sums[r][pass * PASS_VECTORS + v];
+    const Rounded* left = rows.parts;
+    const int64_t stride = rows.stride;
+    for (int64_t group = 0; group < format.num_groups; ++group) {
+        const char* const from = block + format.FACTOR_BYTES + group * format.group_bytes();
+        const char* lanes = from;
+        if (next != nullptr) {
+            for (int64_t byte = 0; byte < format.group_bytes(); byte += 64) prefetch_line(next + byte);
+            next += format.group_bytes();
+        }
+        const char* const scales = from + format.code_bytes();
+        for (int64_t part = 0; part < format.group_size; part += size, ++left) {
+            Ints sum[ROWS][PASS_VECTORS];
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+                for (int v = 0; v < PASS_VECTORS; ++v) sum[r][v] = left[r * stride].offset - Ints{};
+            const int8_t* numbers = left->numbers;
+            for (int64_t lane = 0; lane < num_lanes; ++lane, lanes += 4 * BLOCK_COLUMNS) {
+                Words packed[PASS_VECTORS];
+#pragma GCC unroll 2
+                for (int v = 0; v < PASS_VECTORS; ++v) packed[v] = (Words)load((const float*)lanes + column_of[v]);
+#pragma GCC unroll 2
+                for (int i = 0; i < 8 / BITS; ++i, numbers += Int8::PAIR) {
+                    Ints codes[PASS_VECTORS];
+#pragma GCC unroll 2
+                    for (int v = 0; v < PASS_VECTORS; ++v)
+                        codes[v] = (Ints)(BITS == 4 ? packed[v] >> (4 * i) & 0x0f0f0f0fu : packed[v] ^ 0x80808080u);
+#pragma GCC unroll 12
+                    for (int r = 0; r < ROWS; ++r) {
+                        const auto unit = unit_at<Int8>(numbers + r * stride * (int64_t)sizeof(Rounded), 0);
+#pragma GCC unroll 2
+                        for (int v = 0; v < PASS_VECTORS; ++v)
+                            sum[r][v] = Int8::multiply_add(sum[r][v], unit, codes[v]);
+                    }
+                }
+            }
+#pragma GCC unroll 2
+            for (int v = 0; v < PASS_VECTORS; ++v) {
+                const Floats scale = load_scales(format, scales, column_of[v]) * factors[v];
+                Floats shift = {};
+                if (HAS_SHIFTS) shift = load_scales(format, scales + format.scale_bytes(), column_of[v]) * scale;
+#pragma GCC unroll 12
+                for (int r = 0; r < ROWS; ++r) {
+                    const Rounded& of_row = left[r * stride];
+                    if (HAS_SHIFTS) out[r][v] = fused_add(out[r][v], shift, all(of_row.sum));
+                    out[r][v] = add_scaled(out[r][v], sum[r][v], scale, of_row.scale);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < PASS_VECTORS; ++v) sums[r][pass * PASS_VECTORS + v] = out[r][v];
+}
+
+// Calls `multiply_rounded` with the number of rows as a constant.
+template <int BITS, bool HAS_SHIFTS, int ROWS = ROUNDED_ROWS>
+void multiply_some_rounded(int num_rows, const CodeFormat& format, const char* block, const char* next, int pass,
+                           const RoundedRows& rows, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+    if constexpr (ROWS > 1)
+        if (num_rows < ROWS)
+            return multiply_some_rounded<BITS, HAS_SHIFTS, ROWS - 1>(num_rows, format, block, next, pass, rows, sums);
+    multiply_rounded<BITS, HAS_SHIFTS, ROWS>(format, block, next, pass, rows, sums);
+}
+
 #ifdef INFLIGHT_AMX
 
 // Of pairs of lanes: the upper halves of the first lanes, each followed by that of the second.
@@ -494,6 +677,23 @@ void multiply_codes_by_tiles(const CodeFormat& format, const char* block, const 
 
 #endif
 
+// Computes `out[r, 0..32)` for up to 32 rows by `multiply(count, next, pass, first row, sums)`, MOST_ROWS at a time.
+// `next` is what is probably multiplied next, or null.
+template <int MOST_ROWS, class Multiply>
+void multiply_by_turns(const char* next, int num_rows, float* out, int64_t out_stride, const Multiply& multiply) {
+    Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
+    const int num_turns = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    const int rows_at_once = (num_rows + num_turns - 1) / num_turns;
+    for (int pass = 0; pass < NUM_PASSES; ++pass)
+        for (int row = 0; row < num_rows; row += rows_at_once) {
+            const int count = std::min(rows_at_once, num_rows - row);
+            const bool is_last = pass == NUM_PASSES - 1 && row + count == num_rows;
+            multiply(count, is_last ? next : nullptr, pass, row, sums + row);
+        }
+    for (int row = 0; row < num_rows; ++row)
+        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);
+}
+
 // Computes `out[r, 0..32) = rows[r] · block` for up to 32 rows. `next` is what is probably multiplied next, or null.
 // Memory behind the last row of `out` may be overwritten.
 template <class Element>
@@ -507,19 +707,26 @@ void multiply_coded(const CodeFormat& format, const char* block, const char* nex
         return multiply(format, block, next, num_steps, rows, out, out_stride);
     }
 #endif
-    Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
-    const int num_turns = (num_rows + CODED_ROWS - 1) / CODED_ROWS;
-    const int rows_at_once = (num_rows + num_turns - 1) / num_turns;
-    for (int pass = 0; pass < NUM_PASSES; ++pass)
-        for (int row = 0; row < num_rows; row += rows_at_once) {
-            const int count = std::min(rows_at_once, num_rows - row);
-            const bool is_last = pass == NUM_PASSES - 1 && row + count == num_rows;
-            const auto multiply = format.bits == 4 ? multiply_some_codes<Element, 4> : multiply_some_codes<Element, 8>;
-            multiply(count, format, block, is_last ? next : nullptr, pass, rows.from(row, 0),
-                     row_sums == nullptr ? nullptr : row_sums + row * format.num_groups, sums + row);
-        }
-    for (int row = 0; row < num_rows; ++row)
-        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);
+    const auto multiply = format.bits == 4 ? multiply_some_codes<Element, 4> : multiply_some_codes<Element, 8>;
+    multiply_by_turns<CODED_ROWS>(
+        next, num_rows, out, out_stride,
+        [&](int count, const char* following, int pass, int row, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+            multiply(count, format, block, following, pass, rows.from(row, 0),
+                     row_sums == nullptr ? nullptr : row_sums + row * format.num_groups, sums);
+        });
+}
+
+// The same with rounded rows.
+inline void multiply_rounded_rows(const CodeFormat& format, const char* block, const char* next,
+                                  const RoundedRows& rows, int num_rows, float* out, int64_t out_stride) {
+    const auto of_4_bits = format.has_shifts ? multiply_some_rounded<4, true> : multiply_some_rounded<4, false>;
+    const auto of_8_bits = format.has_shifts ? multiply_some_rounded<8, true> : multiply_some_rounded<8, false>;
+    const auto multiply = format.bits == 4 ? of_4_bits : of_8_bits;
+    multiply_by_turns<ROUNDED_ROWS>(
+        next, num_rows, out, out_stride,
+        [&](int count, const char* following, int pass, int row, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+            multiply(count, format, block, following, pass, rows.from(row), sums);
+        });
 }
 
 }  // namespace inflight

@@ -120,7 +120,7 @@ class Product {
         const int64_t end = std::min({num_rows_, first_row + rows_of_pass_, start + rows_of_task_});
         const char* const next_task = probably_next(task);
         if constexpr (HAS_TILES<Element>)
-            if (end - start > TILE_ROWS)
+            if (end - start > TILE_ROWS && !has_rounded_rows())
                 return compute_many(first_block, start, end, next_task, scratch, prepare, finish);
         const int64_t rows_of_tile = rows_of_part(end - start, (end - start + TILE_ROWS - 1) / TILE_ROWS);
         for (int64_t row = start; row < end; row += rows_of_tile) {
@@ -250,6 +250,8 @@ class Product {
         }
     }
 
+    bool has_rounded_rows() const { return matrix_.mixture != nullptr && matrix_.mixture->has_rounded_rows(); }
+
     // Of a block with codes, or null.
     const CodeFormat* format_of(int64_t block) const {
         return matrix_.mixed == nullptr ? nullptr : matrix_.mixed[block].format;
@@ -272,6 +274,9 @@ class Product {
                                  int num_rows, float* out) const {
         if constexpr (!IS_INT8<Element>) {
             const float* sums = prepared_.rows->sums(format.view);
+            if (format.has_rounded_rows)
+                return multiply_rounded_rows(format, block, next, prepared_.rows->rounded(format.view).from(row),
+                                             num_rows, out, stride_);
             multiply_coded<Element>(format, block, next, matrix_.num_steps, viewed(format).from(row, 0),
                                     sums == nullptr ? nullptr : sums + (prepared_.first_row + row) * format.num_groups,
                                     num_rows, out, stride_);

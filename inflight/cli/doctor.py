@@ -303,7 +303,8 @@ def _measured_form(model: str) -> str:
     dense = forms.trial_shape(product, forms.WeightForm.DENSE)
     stream = streams.choose_stream(backend.library, backend.pool, dense)
     measure = forms.measure_with(backend.library, backend.pool, stream)
-    return str(forms.choose_form(quantized, ranks.sizes_of(own), num_available_memory_bytes(), measure))
+    may_round, free_bytes = own.dtype != "float32", num_available_memory_bytes()
+    return str(forms.choose_form(quantized, ranks.sizes_of(own), free_bytes, measure, may_round=may_round))
 
 
 def _first_line(command: Sequence[str]) -> str | None:

@@ -156,11 +156,14 @@ def test_logits_are_the_same_for_every_number_of_threads(dense_folder: Path) -> 
 
 @pytest.mark.usefixtures("quantized")
 @pytest.mark.parametrize("dense_folder", ["llama"], indirect=True)
-def test_int8_weights_are_rounded_from_the_dequantized_ones(dense_folder: Path) -> None:
+@pytest.mark.parametrize(("weight_dtype", "largest"), [("int8", 0.4), ("quantized_a8", 0.1)])
+def test_products_with_rounded_rows_are_near_those_of_the_dequantized_weights(
+    dense_folder: Path, weight_dtype: str, largest: float
+) -> None:
     case = filled_case()
     expected = logits_of(load(dense_folder), case)
-    logits = logits_of(load(dense_folder, weight_dtype="int8"), case)
-    assert 0 < relative_distance(logits, expected) < 0.4
+    logits = logits_of(load(dense_folder, weight_dtype=weight_dtype), case)
+    assert 0 < relative_distance(logits, expected) < largest
 
 
 @pytest.mark.parametrize("dense_folder", ["llama"], indirect=True)

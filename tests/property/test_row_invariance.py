@@ -22,6 +22,7 @@ from inflight.executor.model.model import PagedModel
 from inflight.executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
 from inflight.executor.scheduler.sequence import Sequence as Request
 from inflight.executor.step.batch import pack
+from tests.property.test_quantized_decoder import load_quantized
 from tests.support.checkpoints.adapter_files import LIMITS, TARGETS, save_adapter, tensors
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.torch_threads import torch_threads
@@ -36,6 +37,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype_name": "bfloat16"},
     "int8": {"dtype_name": "float32", "weight_dtype": "int8", "kv_cache_dtype": "int8"},
     "int4": {"dtype_name": "bfloat16", "weight_dtype": "int4"},
+    "quantized_a8": {"dtype_name": "bfloat16", "weight_dtype": "quantized_a8"},
 }
 # AMX multiplies bfloat16 KV with heads of a multiple of 32. A chunk of attention has 128 tokens.
 LONG = {"max_position_embeddings": 512}
@@ -59,7 +61,9 @@ LONG_CASES = [
 @pytest.fixture(scope="module", params=sorted(FORMS))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedModel]:
     folder = save_model(LlamaConfig(**sizes()), tmp_path_factory.mktemp("model") / "tiny")
-    with torch_threads(2):
+    with torch_threads(2), pytest.MonkeyPatch.context() as patch:
+        if request.param == "quantized_a8":
+            patch.setattr("inflight.executor.model.loader.load_network", load_quantized)
         loaded = load_model(resolve_model(str(folder)), device_name="cpu", **FORMS[request.param])
         assert isinstance(loaded.forward, NativeForward)
         loaded.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)

@@ -64,14 +64,14 @@ def compiled(instructions: str) -> Any:
     return library
 
 
-def product(calls: Any, parts: list[Tensor | QuantizedWeight], rows: Tensor) -> Tensor:
+def product(calls: Any, parts: list[Tensor | QuantizedWeight], rows: Tensor, *, rounds_rows: bool = False) -> Tensor:
     """Rows times the parts, which are next to each other."""
     columns, depth = sum(part.shape[0] for part in parts), rows.shape[1]
     plain = torch.zeros(columns, depth, dtype=rows.dtype)
     coded, kept, first = [], [], 0
     for part in parts:
         if isinstance(part, QuantizedWeight):
-            entry, tensors = _coded_part(part, first, rows.dtype)
+            entry, tensors = _coded_part(part, first, rows.dtype, rounds_rows)
             coded.append(entry)
             kept.append(tensors)
         else:
@@ -89,6 +89,22 @@ def product(calls: Any, parts: list[Tensor | QuantizedWeight], rows: Tensor) -> 
 def expected(parts: list[Tensor | QuantizedWeight], rows: Tensor) -> Tensor:
     dense = [part.dequantized() if isinstance(part, QuantizedWeight) else part.to(rows.dtype) for part in parts]
     return rows.double() @ torch.cat([part.double() for part in dense]).T
+
+
+def expected_of_rounded(weight: QuantizedWeight, rows: Tensor) -> Tensor:
+    """Rows, rounded in 32 numbers or smaller groups, times the codes above the center, and exact rows times the rest of
+    the weights, one number for each group."""
+    coded = encode(weight, rows.dtype)
+    count = min(coded.group_size, 32)
+    parts = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % count)).view(rows.shape[0], -1, count)
+    if weight.column_order is not None:
+        parts = rows.float()[:, weight.column_order.long()].view(parts.shape)
+    scale = parts.abs().amax(-1, keepdim=True) / 127
+    rounded = ((parts * (127 / parts.abs().amax(-1, keepdim=True))).round() * scale).flatten(1)[:, : rows.shape[1]]
+    exact = parts.flatten(1)[:, : rows.shape[1]]
+    shift = (weight.offset + weight.scale * coded.center).repeat_interleave(weight.group_size, dim=1)
+    dense = QuantizedWeight(weight.codes, weight.scale, weight.offset, weight.bits, weight.group_size).dequantized()
+    return rounded.double() @ (dense - shift).double().T + exact.double() @ shift.double().T
 
 
 def assert_near(calls: Any, found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
@@ -161,12 +177,66 @@ def test_parts_differ_in_bits_groups_and_orders_and_may_be_plain(calls: Any, dty
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_row_has_the_same_bits_among_any_number_of_rows(calls: Any, bits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rounds_rows", [False, True])
+def test_a_row_has_the_same_bits_among_any_number_of_rows(
+    calls: Any, rounds_rows: bool, bits: int, dtype: torch.dtype
+) -> None:
     for weight in (random_weight(bits, 32, has_order=True), random_weight(bits, 128, is_symmetric=True)):
         rows = random_rows(max(ROW_COUNTS), DEPTH, dtype)
-        alone = torch.cat([product(calls, [weight], row[None]) for row in rows])
+        alone = torch.cat([product(calls, [weight], row[None], rounds_rows=rounds_rows) for row in rows])
         for num_rows in ROW_COUNTS:
-            assert torch.equal(product(calls, [weight], rows[:num_rows]), alone[:num_rows]), num_rows
+            some = product(calls, [weight], rows[:num_rows], rounds_rows=rounds_rows)
+            assert torch.equal(some, alone[:num_rows]), num_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("is_symmetric", [False, True])
+@pytest.mark.parametrize("group_size", [*GROUP_SIZES, 48])
+def test_rounded_rows_are_multiplied_exactly(
+    calls: Any, group_size: int, is_symmetric: bool, bits: int, dtype: torch.dtype
+) -> None:
+    weight = random_weight(bits, group_size, is_symmetric=is_symmetric, has_order=is_symmetric)
+    for num_rows in (1, 13, 70):
+        rows = random_rows(num_rows, DEPTH, dtype)
+        found, wanted = product(calls, [weight], rows, rounds_rows=True), expected_of_rounded(weight, rows)
+        assert float((found - wanted).norm() / wanted.norm()) < 3 * TOLERANCE[dtype]
+        # The loss by rounding.
+        exact = expected([weight], rows)
+        assert 1e-4 < float((found - exact).norm() / exact.norm()) < 0.012
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_with_rounded_rows_differ_and_may_be_plain(calls: Any, dtype: torch.dtype) -> None:
+    parts: list[Tensor | QuantizedWeight] = [
+        random_weight(4, 16, seed=1, has_order=True),
+        random_weight(8, 16, seed=2),
+        torch.randn(COLUMNS, DEPTH, generator=torch.Generator().manual_seed(3)) * 0.1,
+        random_weight(4, 16, seed=4, is_symmetric=True),
+        random_weight(4, 128, seed=5),
+    ]
+    rows = random_rows(40, DEPTH, dtype)
+    found = product(calls, parts, rows, rounds_rows=True)
+    for index, part in enumerate(parts):
+        alone = expected([part], rows) if isinstance(part, Tensor) else expected_of_rounded(part, rows)
+        some = found[:, index * COLUMNS : (index + 1) * COLUMNS]
+        assert float((some - alone).norm() / alone.norm()) < 3 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("depth", [6, 72, 80, 2064])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounded_rows_may_end_within_a_group(calls: Any, bits: int, depth: int) -> None:
+    weight, rows = random_weight(bits, depth, depth), random_rows(14, depth, torch.bfloat16)
+    found, exact = product(calls, [weight], rows, rounds_rows=True), expected([weight], rows)
+    assert float((found - exact).norm() / exact.norm()) < 0.012
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(INSTRUCTION_SETS) < 3, reason="this processor has one build with fused multiply-adds")
+def test_rounded_rows_have_the_same_bits_in_every_build_with_fused_multiply_adds() -> None:
+    weight, rows = random_weight(4, 32), random_rows(33, DEPTH, torch.bfloat16)
+    first, *others = (product(compiled(name), [weight], rows, rounds_rows=True) for name in INSTRUCTION_SETS[:-1])
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -198,10 +268,11 @@ def test_a_group_without_scale_is_its_offset(calls: Any, bits: int) -> None:
     assert_near(calls, product(calls, [weight], rows), expected([weight], rows), torch.float32)
 
 
-def test_a_number_that_is_not_finite_stays_in_its_row(calls: Any) -> None:
+@pytest.mark.parametrize("rounds_rows", [False, True])
+def test_a_number_that_is_not_finite_stays_in_its_row(calls: Any, rounds_rows: bool) -> None:
     rows = random_rows(20, 80, torch.bfloat16)
     rows[7, 79] = float("nan")
-    found = product(calls, [random_weight(4, 80, 80)], rows)
+    found = product(calls, [random_weight(4, 80, 80)], rows, rounds_rows=rounds_rows)
     assert found.isnan().any(dim=1).tolist() == [row == 7 for row in range(20)]
 
 

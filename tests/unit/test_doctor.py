@@ -106,8 +106,10 @@ def test_the_backend_is_the_one_that_an_executor_would_choose() -> None:
 def test_the_weight_form_is_what_the_executors_module_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def choose_form(model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int, measure: Measure) -> FormChoice:
-        asked.append((model, sizes, free_bytes))
+    def choose_form(
+        model: QuantizedModel, sizes: ExecutorSizes, free_bytes: int, measure: Measure, *, may_round: bool
+    ) -> FormChoice:
+        asked.append((model, sizes, free_bytes, may_round))
         return FormChoice(WeightForm.DENSE, "measured")
 
     monkeypatch.setattr(weight_form, "choose_form", choose_form)
@@ -117,7 +119,8 @@ def test_the_weight_form_is_what_the_executors_module_chooses(monkeypatch: pytes
     if not finding.text.startswith("expanded: measured"):
         assert "no kernels" in finding.text
         return
-    model, own_sizes, free_bytes = asked[0]
+    model, own_sizes, free_bytes, may_round = asked[0]
+    assert may_round
     assert (model.product.columns, model.product.depth, model.num_layers) == (3072, 576, 30)
     assert model.product.codes == TrialCodes(4, 32, True)
     assert model.kv_bytes_per_token == 2 * 30 * 3 * 64 * model.product.dtype.itemsize

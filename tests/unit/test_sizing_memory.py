@@ -135,6 +135,7 @@ def test_every_type_of_gguf_is_known_with_its_form() -> None:
         *((kind, "auto", "bfloat16") for kind in CHECKPOINTS),
         *((kind, "auto", "float32") for kind in ("dense", "gguf", "tied gguf", "gptq")),
         ("gguf", "dense", "bfloat16"),
+        ("gguf", "quantized_a8", "bfloat16"),
         ("awq", "int8", "bfloat16"),
         *((kind, "int8", "float32") for kind in ("dense", "qwen3-moe")),
         ("mixtral", "int8", "bfloat16"),

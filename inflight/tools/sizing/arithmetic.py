@@ -294,7 +294,7 @@ def _with_window_group(pool: Pool, shape: ModelShape, steps: Steps, *, is_limite
 def _check_gpu_ranks(options: MemoryOptions) -> None:
     """Raises `SettingError` for options with which an executor refuses ranks on GPUs."""
     lacking = {
-        f"--weight-dtype {options.weight_dtype}": options.weight_dtype in ("fp8", "quantized"),
+        f"--weight-dtype {options.weight_dtype}": options.weight_dtype in ("fp8", "quantized", "quantized_a8"),
         "--kv-cache-dtype fp8": options.kv_cache_dtype == "fp8",
         "--max-adapters": options.max_adapters > 0,
         "--kv-cache-host-memory-bytes": options.kv_cache_host_memory_bytes > 0,
@@ -326,7 +326,7 @@ def _weight_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: in
         is_quantized = any(weight.codes is not None for weight in shape.weights)
         if weight_dtype == "quantized" and machine.is_gpu and not is_quantized:
             raise SettingError("--weight-dtype quantized is for quantized checkpoints, and this one is not")
-        if weight_dtype in ("int8", "int4") or (weight_dtype == "quantized" and not machine.is_gpu):
+        if weight_dtype in ("quantized_a8", "int8", "int4") or (weight_dtype == "quantized" and not machine.is_gpu):
             raise SettingError(f"--weight-dtype {weight_dtype} needs a CPU: give --memory-gib")
         num_numbers = shape.num_parameters
         if machine.is_gpu and num_ranks > 1 and shape.weights:

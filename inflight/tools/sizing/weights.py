@@ -24,7 +24,7 @@ from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER, LayerSizes
 from inflight.common.model_source import ModelError, read_json
 from inflight.common.settings import SettingError
 
-WEIGHT_DTYPES = ("auto", "quantized", "dense", "int8", "int4", "fp8")
+WEIGHT_DTYPES = ("auto", "quantized", "quantized_a8", "dense", "int8", "int4", "fp8")
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 # Sizes of groups that the CPU's products have; larger ones are divided, the best first.
 GROUP_SIZES = (128, 64, 32, 16)
@@ -129,8 +129,8 @@ def cpu_weight_bytes(weights: Weights, dtype: str, weight_dtype: str) -> int:
     is_quantized = any(weight.codes is not None for weight in weights)
     if weight_dtype == "int4" and is_quantized:
         raise SettingError("--weight-dtype int4 is for models that are not quantized, and this checkpoint is")
-    if weight_dtype == "quantized" and not is_quantized:
-        raise SettingError("--weight-dtype quantized is for quantized checkpoints, and this one is not")
+    if weight_dtype in ("quantized", "quantized_a8") and not is_quantized:
+        raise SettingError(f"--weight-dtype {weight_dtype} is for quantized checkpoints, and this one is not")
     return math.ceil(sum(weight.number * _bytes_each(weight, dtype, weight_dtype) for weight in weights))
 
 
@@ -139,7 +139,10 @@ def _bytes_each(weight: WeightCount, dtype: str, weight_dtype: str) -> float:
         return 4
     if weight_dtype == "int8" and weight.role in (Role.MATRIX, Role.EXPERT):
         return _INT8_BYTES
-    codes = {"auto": weight.codes, "quantized": weight.codes, "int4": _ROUNDED.get(weight.role)}.get(weight_dtype)
+    if weight_dtype in ("auto", "quantized", "quantized_a8"):
+        codes = weight.codes
+    else:
+        codes = _ROUNDED.get(weight.role) if weight_dtype == "int4" else None
     if codes is None or codes.is_dense_on_cpu or weight.role is Role.EMBEDDING:
         return BYTES_PER_NUMBER[dtype]
     scale_bytes = 2 if dtype == "bfloat16" else codes.scale_bytes

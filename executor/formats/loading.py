@@ -73,7 +73,7 @@ def _load_gguf(
         if reason is None:
             return load_gguf(header, config, dtype, device), folder
         if architecture_of(header) is not None:
-            raise ModelError(reason)
+            raise ModelError(f"GGUF file {path} cannot be loaded: {reason}")
     log.warning("%s is imported as a dense model, because %s", path.name, reason)
     folder = import_gguf(source)
     return _load_folder(folder, dtype, device), folder

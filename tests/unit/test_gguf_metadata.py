@@ -210,7 +210,6 @@ def test_sizes_of_experts_are_applied(tmp_path: Path) -> None:
         ({"attention.value_length": 32}, "llama.attention.value_length = 32 differs from the length of keys, 64"),
         ({"attention.sliding_window": 100}, "llama.attention.sliding_window = 100 is not supported"),
         ({"attention.clamp_kqv": 8.0}, "llama.attention.clamp_kqv = 8.0 is not supported"),
-        ({"expert_count": 8}, "llama.expert_count = 8 is not supported"),
         ({"logit_scale": 0.5}, "llama.logit_scale = 0.5 is not supported"),
     ],
     ids=str,
@@ -218,6 +217,11 @@ def test_sizes_of_experts_are_applied(tmp_path: Path) -> None:
 def test_key_that_cannot_be_applied_is_refused_by_name(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=re.escape(f"GGUF key {message}")):
         load(save_gguf(tmp_path / "tiny.gguf", "llama", Q8, keys=keys))
+
+
+def test_dense_layers_of_a_file_that_says_it_has_experts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tiny\.gguf cannot be loaded: it has the tensor blk\.0\.ffn_gate\.weight"):
+        load(save_gguf(tmp_path / "tiny.gguf", "llama", Q8, keys={"expert_count": 8, "expert_used_count": 2}))
 
 
 def test_keys_that_are_not_used_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -184,7 +184,10 @@ class ServeSide:
             status = int((await reader.readline()).split()[1])
             async for line in reader:
                 if status == HTTP_OK and line.startswith(PREFIX) and not line.startswith(PREFIX + DONE):
-                    reading.take(int(json.loads(line[len(PREFIX) :])["usage"]["completion_tokens"]))
+                    event = json.loads(line[len(PREFIX) :])
+                    if "error" in event:  # the stream had begun
+                        return int(event["error"]["code"])
+                    reading.take(int(event["usage"]["completion_tokens"]))
             return status
         finally:
             writer.close()

@@ -56,6 +56,8 @@ OK = b"HTTP/1.1 200 OK\r\n\r\n"
         ((OK, event(1), event(3), b"data: [DONE]\n\n"), False, PATIENT, End.COMPLETED, 3),
         ((OK, event(1), event(2)), False, PATIENT, End.LATE, 2),
         ((OK, event(1)), True, HASTY, End.LATE, None),
+        ((OK, b'data: {"error": {"code": 503}}\n\n'), False, PATIENT, End.REFUSED, 0),
+        ((OK, b'data: {"error": {"code": 500}}\n\n'), False, PATIENT, End.FAILED, 0),
         ((b"HTTP/1.1 503 Service Unavailable\r\n\r\n{}",), False, PATIENT, End.REFUSED, 0),
         ((b"HTTP/1.1 400 Bad Request\r\n\r\n{}",), False, PATIENT, End.FAILED, 0),
     ],

@@ -11,6 +11,7 @@ import csv
 import datetime
 import io
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -53,7 +54,20 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(open_cost(usage, since, until)))
     else:
         open_console().print(usage_table(usage))
+    if (note := incompleteness(usage, since)) and not flags.json:
+        print(note, file=sys.stderr)
     return 0
+
+
+def incompleteness(usage: TenantUsage, since: str) -> str:
+    """Returns from when the figures are complete, if that is after the first day; `since` empty: today."""
+    if usage.complete_since_s is None:
+        return ""
+    complete = datetime.datetime.fromtimestamp(usage.complete_since_s, datetime.UTC)
+    first = datetime.date.fromisoformat(since) if since else datetime.datetime.now(datetime.UTC).date()
+    if complete.date() < first:
+        return ""
+    return f"complete since {complete:%Y-%m-%d %H:%M} UTC; the ledger has no usage from before, or has lost it"
 
 
 def usage_table(usage: TenantUsage) -> Table:

@@ -48,14 +48,19 @@ async def usage_seen_by(
     if not caller.is_operator:
         tenant = effective_tenant(caller, request.tenant)
     found: list[tuple[str, AccountUsage]] = []
+    since_ms = 0
     for day in _days(request):
         for pool in pools.seen_by(caller, request.model):
-            found += [(pool.name, one) for one in await pool.dispatcher.usage(day)]
+            usage = await pool.dispatcher.usage(day)
+            found += [(pool.name, one) for one in usage.accounts]
+            since_ms = max(since_ms, usage.since_ms or 0)
     if tenant:
         found = [(model, one) for model, one in found if one.account.tenant == tenant and not one.account.is_system]
     found.sort(key=_order)
     lines = [usage_line(model, one, prices) for model, one in found]
-    return inference_pb2.GetUsageResponse(lines=lines, currency=prices.currency)
+    return inference_pb2.GetUsageResponse(
+        lines=lines, currency=prices.currency, complete_since_unix_ms=since_ms or None
+    )
 
 
 def usage_line(model: str, usage: AccountUsage, prices: Prices) -> inference_pb2.UsageLine:

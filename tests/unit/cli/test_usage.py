@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 import json
 from collections.abc import Callable
@@ -51,6 +52,34 @@ def test_table_has_lines_and_sums(output: Callable[..., str], router: ScriptedRo
     assert rows[1] == ["smol:style", "search,", "team", "batch", "7200.000", "5", "0", "0", "1234", "7.0000"]
     assert rows[2] == ["smol", "(system)", "1800.000", "0", "0", "0", "0", "-"]
     assert rows[3] == ["sum", "9000.000", "5", "0", "0", "1234", "7.0000"]
+
+
+@pytest.mark.parametrize(
+    ("since", "complete_since", "note"),
+    [
+        ("2026-12-01", "2026-12-05T14:03", "complete since 2026-12-05 14:03 UTC"),
+        ("2026-12-01", "2026-12-01T00:00", "complete since 2026-12-01 00:00 UTC"),
+        ("2026-12-01", "2026-11-30T23:59", ""),
+        ("2026-12-01", None, ""),
+    ],
+)
+def test_says_from_when_the_figures_are_complete(
+    address: str,
+    router: ScriptedRouter,
+    capsys: pytest.CaptureFixture[str],
+    since: str,
+    complete_since: str | None,
+    note: str,
+) -> None:
+    router.usage = inference_pb2.GetUsageResponse()
+    router.usage.CopyFrom(RESPONSE)
+    if complete_since is not None:
+        time = datetime.datetime.fromisoformat(f"{complete_since}:00+00:00")
+        router.usage.complete_since_unix_ms = round(time.timestamp() * 1000)
+    assert main(["usage", "--since", since, "--until", "2026-12-31", "--address", address]) == 0
+    told = capsys.readouterr().err
+    assert note in told
+    assert bool(note) == ("complete since" in told)
 
 
 def test_json_has_every_figure(output: Callable[..., str], router: ScriptedRouter) -> None:

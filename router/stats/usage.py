@@ -63,6 +63,11 @@ async def usage_seen_by(
     )
 
 
+def is_measured(used: types_pb2.ResourceUsage) -> bool:
+    """Returns whether executors told the busy time; those with vLLM do not."""
+    return bool(used.busy_ns) or not used.output_tokens
+
+
 def usage_line(model: str, usage: AccountUsage, prices: Prices) -> inference_pb2.UsageLine:
     """Returns the message of an account's total."""
     account = usage.account
@@ -76,7 +81,7 @@ def usage_line(model: str, usage: AccountUsage, prices: Prices) -> inference_pb2
         executor_class=account.executor_class,
         is_system=account.is_system,
         used=used,
-        cost=prices.cost(account, used.busy_ns),
+        cost=prices.cost(account, used.busy_ns) if is_measured(used) else None,
     )
 
 

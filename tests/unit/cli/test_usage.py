@@ -82,6 +82,23 @@ def test_says_from_when_the_figures_are_complete(
     assert bool(note) == ("complete since" in told)
 
 
+def test_unknown_figures_of_vllm_are_not_zero(output: Callable[..., str], router: ScriptedRouter) -> None:
+    used = types_pb2.ResourceUsage(seat_us=2_000_000, output_tokens=5, computed_prompt_tokens=3)
+    router.usage = inference_pb2.GetUsageResponse(
+        lines=[inference_pb2.UsageLine(day="2026-12-31", model="v", used=used)]
+    )
+    (line,) = json.loads(output("usage", "--json"))["lines"]
+    unknown = {name for name, value in line["used"].items() if value is None}
+    assert unknown == {"busy_s", "block_s", "wasted_draft_tokens", "recomputed_tokens"}
+    assert (line["used"]["seat_s"], line["used"]["output_tokens"]) == (2.0, 5)
+    row = output("usage").splitlines()[1].split()
+    assert row[-6:] == ["-", "2", "3", "0", "5", "-"]
+    (row,) = csv.DictReader(io.StringIO(output("usage", "--csv")))
+    assert (row["x_busy_s"], row["x_block_s"], row["x_output_tokens"]) == ("", "", "5")
+    (cost,) = json.loads(output("usage", "--opencost"))["costs"]
+    assert "block_s" not in cost["labels"]
+
+
 def test_json_has_every_figure(output: Callable[..., str], router: ScriptedRouter) -> None:
     router.usage = RESPONSE
     first, second = json.loads(output("usage", "--json"))["lines"]

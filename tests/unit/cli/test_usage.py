@@ -93,8 +93,8 @@ def test_unknown_figures_of_vllm_are_not_zero(output: Callable[..., str], router
     assert (line["used"]["seat_s"], line["used"]["output_tokens"]) == (2.0, 5)
     row = output("usage").splitlines()[1].split()
     assert row[-6:] == ["-", "2", "3", "0", "5", "-"]
-    (row,) = csv.DictReader(io.StringIO(output("usage", "--csv")))
-    assert (row["x_busy_s"], row["x_block_s"], row["x_output_tokens"]) == ("", "", "5")
+    (focus,) = csv.DictReader(io.StringIO(output("usage", "--csv")))
+    assert (focus["x_busy_s"], focus["x_block_s"], focus["x_output_tokens"]) == ("", "", "5")
     (cost,) = json.loads(output("usage", "--opencost"))["costs"]
     assert "block_s" not in cost["labels"]
 

@@ -237,15 +237,20 @@ class UsageLine:
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """The lines, ordered, and the currency of their costs (ISO 4217)."""
+    """The lines, ordered, and the currency of their costs (ISO 4217).
+
+    The figures are complete from `complete_since_s` on, in seconds since 1970: usage from before may have been lost
+    with Redis. None: none was booked."""
 
     lines: tuple[UsageLine, ...]
     currency: str
+    complete_since_s: float | None = None
 
 
 def decode_usage(response: inference_pb2.GetUsageResponse) -> TenantUsage:
     """Returns the usage in a response."""
-    return TenantUsage(tuple(_line(line) for line in response.lines), response.currency)
+    since_s = response.complete_since_unix_ms / 1000 if response.HasField("complete_since_unix_ms") else None
+    return TenantUsage(tuple(_line(line) for line in response.lines), response.currency, since_s)
 
 
 def _line(line: inference_pb2.UsageLine) -> UsageLine:

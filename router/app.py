@@ -20,6 +20,7 @@ from inflight.common.telemetry.tracing import Tracing, open_tracing
 from inflight.kserve import grpc_service_pb2_grpc
 from inflight.router.api.service import InferenceService
 from inflight.router.auth.authenticator import Authentication
+from inflight.router.auth.caller import Authenticator
 from inflight.router.auth.client_tls import connection_limits_of, open_tls
 from inflight.router.auth.resume_token import Learn, ResumeTokens
 from inflight.router.config.tenants import TenantConfigFile
@@ -113,8 +114,7 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
     service = InferenceService(
         pools, settings, tenants, authentication.authenticator, tokens, stats, observers, tracing.tracer
     )
-    usage = functools.partial(usage_seen_by, pools=pools, prices=prices_of(settings))
-    board = dashboard_routes(Feeds(stats), authentication.authenticator, watching, usage) if has_dashboard else []
+    board = _board(stats, authentication.authenticator, watching, pools, settings) if has_dashboard else []
     sampler = Sampler(watching.history, watching.requests, latencies, lambda: stats.looks(SAMPLE_S / 2))
     scrape = ScrapeGauges(registry, models).refresh
     server = GrpcServer(
@@ -143,6 +143,13 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
         watching=watching,
         sampler=sampler if has_dashboard else None,
     )
+
+
+def _board(
+    stats: StatsSource, authenticator: Authenticator, watching: Watching, pools: ModelPools, settings: RouterSettings
+) -> list[BaseRoute]:
+    usage = functools.partial(usage_seen_by, pools=pools, prices=prices_of(settings))
+    return dashboard_routes(Feeds(stats), authenticator, watching, usage)
 
 
 def tenant_costs_of(settings: RouterSettings) -> TenantCosts | None:

@@ -100,7 +100,7 @@ class Accounting:
     def plan(self, plan: StepPlan, now_ns: int) -> None:
         """Follows the seats and blocks that a plan changes, at the time when it is made."""
         for sequence in plan.preempted:
-            self._preempt(sequence, now_ns)
+            self.preempt(sequence, now_ns)
         for sequence in plan.boarded:
             self.board(sequence, now_ns)
         for sequence in plan.grown:
@@ -111,6 +111,13 @@ class Accounting:
         charged = self._charged.get(sequence) or self._begin(sequence, now_ns)
         charged.accrue(now_ns)
         charged.has_seat, charged.num_blocks = True, len(sequence.block_table)
+
+    def count_prompt(self, sequence: Sequence) -> None:
+        """Counts what is not cached of a prompt as computed, for an engine that does not tell its steps. Once, after
+        `board`."""
+        charged = self._charged[sequence]
+        charged.used.computed_prompt_tokens += max(0, sequence.num_prompt_tokens - charged.num_paid)
+        charged.num_paid = max(charged.num_paid, sequence.num_prompt_tokens)
 
     def charge(self, plan: StepPlan, tokens: NewTokens, busy_ns: int) -> None:
         """Shares the busy time of a step that has retired, and counts the tokens that it computed."""
@@ -178,7 +185,8 @@ class Accounting:
             charged.accrue(now_ns)
             charged.num_blocks = len(sequence.block_table)
 
-    def _preempt(self, sequence: Sequence, now_ns: int) -> None:
+    def preempt(self, sequence: Sequence, now_ns: int) -> None:
+        """Ends the time with a seat and blocks, until the sequence boards again."""
         charged = self._charged.get(sequence)
         if charged is not None:
             charged.accrue(now_ns)

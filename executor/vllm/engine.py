@@ -8,6 +8,9 @@ that routers get one frame per step.
 vLLM does not say which of its requests run. A sequence counts as boarded from its first token on. If fewer requests run
 than have boarded, vLLM has preempted the latest of them. Their blocks are then missing to others, so they count as
 overrun until vLLM resumes them.
+
+Usage has the tokens of each account and its time with seats. vLLM does not tell what a step computes, so busy time,
+blocks, wasted drafts and recomputed tokens are not known and stay 0.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from inflight.common.time_of_day import unix_day
+from inflight.executor.engine.accounting import Accounting
 from inflight.executor.engine.deadlines import DeadlineHeap
 from inflight.executor.engine.output import EngineOutput, ReportedSequence
 from inflight.executor.engine.standby import StandbyDepth
@@ -67,6 +72,7 @@ class VllmEngine:
         publish: Callable[[EngineOutput], None],
         on_death: Callable[[], None],
         clock: Callable[[], float] | None = None,
+        today: Callable[[], int] = unix_day,
     ) -> None:
         facts = backend.facts
         self._backend = backend
@@ -92,6 +98,8 @@ class VllmEngine:
         self._newest = NO_STEP
         self._steps = StepCounts(self._clock)
         self._work = Work()
+        self._accounting = Accounting()
+        self._today = today
         self._output = EngineOutput(0)
         self._is_flush_due = False
         self._is_dead = False
@@ -221,6 +229,10 @@ class VllmEngine:
         if not request.has_boarded:
             sequence.num_cached_tokens = min(produced.num_cached_tokens, sequence.num_prompt_tokens)
             self._work.board(sequence)
+            self._accounting.board(sequence, self._now_ns())
+            self._accounting.count_prompt(sequence)
+        elif request.is_preempted:
+            self._accounting.board(sequence, self._now_ns())
         if not request.has_boarded or request.is_preempted:
             request.has_boarded, request.is_preempted = True, False
             request.seat = heapq.heappop(self._free_seats) if self._free_seats else None
@@ -285,6 +297,8 @@ class VllmEngine:
             return
         self._gate.leave(sequence)
         self._leave_seat(request)
+        self._accounting.end(sequence, self._now_ns())
+        sequence.used = None  # without its busy time, these are not the figures of a request
         if request.reader is not None and request.reader is not asyncio.current_task():
             request.reader.cancel()
         self._output.finished.append(FinishEvent.of(sequence, reason, stop_token_id, error))
@@ -316,6 +330,9 @@ class VllmEngine:
             self._on_death()
 
     # Deadlines.
+
+    def _now_ns(self) -> int:
+        return int(self._clock() * 1e9)
 
     def _now_ms(self) -> int:
         return int(self._clock() * 1000)
@@ -361,6 +378,9 @@ class VllmEngine:
         if work.num_steps:
             num_finished = sum(event.sequence.num_output_tokens > 0 for event in output.finished)
             output.record = self._steps.record(work, num_finished, len(output.preempted), standing)
+        now_ns = self._now_ns()
+        if not self._requests or self._accounting.is_due(now_ns):
+            output.usage = self._accounting.take(now_ns, self._today())
         self._publish(output)
 
     def _note_preemptions(self) -> None:
@@ -370,6 +390,7 @@ class VllmEngine:
         for request in boarded[len(boarded) - num_missing :] if num_missing > 0 else ():
             request.is_preempted = True
             self._leave_seat(request)
+            self._accounting.preempt(request.sequence, self._now_ns())
             self._output.preempted += (request.sequence,)
 
     @property

@@ -40,7 +40,7 @@ class Command:
 COMMANDS = (
     Command("generate", "stream the answer to one prompt", "inflight.cli.generate:main"),
     Command("chat", "chat with a model", "inflight.cli.chat.main:main"),
-    Command("embed", "print the embeddings of texts", "inflight.cli.embed:main"),
+    Command("embed", "print the embeddings of texts", "inflight.cli.embed.main:main"),
     Command("models", "list the models that the routers serve", "inflight.cli.models:main"),
     Command("status", "show executors and queues once", "inflight.cli.status:main"),
     Command("top", "show seats, KV blocks, queues and latencies live", "inflight.cli.top.main:main"),

@@ -11,6 +11,7 @@ import csv
 import datetime
 import io
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -31,6 +32,8 @@ FIGURES = (
     *("seat_s", "block_s", "computed_prompt_tokens", "cached_prompt_tokens", "output_tokens"),
     *("wasted_draft_tokens", "recomputed_tokens"),
 )
+# What executors whose engine is vLLM do not report.
+NOT_FROM_VLLM = ("busy_s", "block_s", "wasted_draft_tokens", "recomputed_tokens")
 SHOWN = {
     "seat_s": "seat s",
     "computed_prompt_tokens": "prompt",
@@ -46,14 +49,28 @@ def main(argv: Sequence[str]) -> int:
     with connected(flags) as client:
         usage = client.usage(since=since, until=until, model=flags.model or "", tenant=flags.tenant or "")
     if flags.json:
-        print(json.dumps(asdict(usage)))
+        lines = [{**asdict(line), "used": _figures(line.used)} for line in usage.lines]
+        print(json.dumps({**asdict(usage), "lines": lines}))
     elif flags.csv:
         print(focus_csv(usage), end="")
     elif flags.opencost:
         print(json.dumps(open_cost(usage, since, until)))
     else:
         open_console().print(usage_table(usage))
+    if (note := incompleteness(usage, since)) and not flags.json:
+        print(note, file=sys.stderr)
     return 0
+
+
+def incompleteness(usage: TenantUsage, since: str) -> str:
+    """Returns from when the figures are complete, if that is after the first day; `since` empty: today."""
+    if usage.complete_since_s is None:
+        return ""
+    complete = datetime.datetime.fromtimestamp(usage.complete_since_s, datetime.UTC)
+    first = datetime.date.fromisoformat(since) if since else datetime.datetime.now(datetime.UTC).date()
+    if complete.date() < first:
+        return ""
+    return f"complete since {complete:%Y-%m-%d %H:%M} UTC; the ledger has no usage from before, or has lost it"
 
 
 def usage_table(usage: TenantUsage) -> Table:
@@ -77,8 +94,20 @@ def usage_table(usage: TenantUsage) -> Table:
 def _summed(lines: Sequence[UsageLine]) -> list[str]:
     costs = [line.cost for line in lines if line.cost is not None]
     figures = [f"{sum(getattr(line.used, name) for line in lines):.0f}" for name in SHOWN]
-    busy_s = f"{sum(line.used.busy_s for line in lines):.3f}"
+    known = [line.used.busy_s for line in lines if _is_measured(line.used)]
+    busy_s = f"{sum(known):.3f}" if known else "-"
     return [busy_s, *figures, f"{sum(costs):.4f}" if costs else "-"]
+
+
+def _is_measured(used: Resources) -> bool:
+    """Returns whether the executors told their busy time; those with vLLM do not."""
+    return used.busy_s > 0 or not used.output_tokens
+
+
+def _figures(used: Resources) -> dict[str, float | None]:
+    """Returns the figures by name; None: unknown."""
+    figures: dict[str, float | None] = asdict(used)
+    return figures if _is_measured(used) else figures | dict.fromkeys(NOT_FROM_VLLM)
 
 
 def focus_csv(usage: TenantUsage) -> str:
@@ -133,7 +162,7 @@ def _focus_row(line: UsageLine, currency: str) -> dict[str, Any]:
         "SubAccountId": _tenant(line),
         "SubAccountName": _tenant(line),
         "Tags": json.dumps(_labels(line)),
-        **{f"x_{name}": getattr(line.used, name) for name in ("busy_s", *FIGURES)},
+        **{f"x_{name}": "" if value is None else value for name, value in _figures(line.used).items()},
     }
 
 
@@ -154,6 +183,7 @@ def open_cost(usage: TenantUsage, since: str, until: str) -> dict[str, Any]:
 
 def _custom_cost(line: UsageLine) -> dict[str, Any]:
     cost, hours = line.cost or 0.0, line.used.busy_s / HOUR_S
+    figures = _figures(line.used)
     identity = (line.day, line.model, _tenant(line), line.priority, line.adapter, line.executor_class)
     return {
         "id": "/".join(identity),
@@ -168,7 +198,7 @@ def _custom_cost(line: UsageLine) -> dict[str, Any]:
         "listUnitPrice": cost / hours if line.cost is not None and hours else 0.0,
         "usageQuantity": hours,
         "usageUnit": "Hours",
-        "labels": _labels(line) | {name: f"{getattr(line.used, name):g}" for name in FIGURES},
+        "labels": _labels(line) | {name: f"{figures[name]:g}" for name in FIGURES if figures[name] is not None},
         "extendedAttributes": {
             "subAccountId": _tenant(line),
             "subAccountName": _tenant(line),

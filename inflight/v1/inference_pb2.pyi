@@ -960,9 +960,11 @@ class UsageLine(_message.Message):
     def __init__(self, day: _Optional[str] = ..., model: _Optional[str] = ..., tenant: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.PriorityClass, str]] = ..., adapter: _Optional[str] = ..., executor_class: _Optional[str] = ..., is_system: _Optional[bool] = ..., used: _Optional[_Union[_types_pb2.ResourceUsage, _Mapping]] = ..., cost: _Optional[float] = ...) -> None: ...
 
 class GetUsageResponse(_message.Message):
-    __slots__ = ("lines", "currency")
+    __slots__ = ("lines", "currency", "complete_since_unix_ms")
     LINES_FIELD_NUMBER: _ClassVar[int]
     CURRENCY_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_SINCE_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
     lines: _containers.RepeatedCompositeFieldContainer[UsageLine]
     currency: str
-    def __init__(self, lines: _Optional[_Iterable[_Union[UsageLine, _Mapping]]] = ..., currency: _Optional[str] = ...) -> None: ...
+    complete_since_unix_ms: int
+    def __init__(self, lines: _Optional[_Iterable[_Union[UsageLine, _Mapping]]] = ..., currency: _Optional[str] = ..., complete_since_unix_ms: _Optional[int] = ...) -> None: ...

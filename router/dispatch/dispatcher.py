@@ -33,6 +33,7 @@ from inflight.router.ledger.types import (
     Adopted,
     Attempt,
     CancelOutcome,
+    DayUsage,
     Ending,
     Explanation,
     HandBackOutcome,
@@ -463,7 +464,7 @@ class Dispatcher:
         """Returns the current state of the ledger."""
         return await self._ledger.snapshot(max_tenant_queues)
 
-    async def usage(self, day: int) -> list[AccountUsage]:
+    async def usage(self, day: int) -> DayUsage:
         """Returns what all accounts used of the model on a day, in days since 1970."""
         return await self._ledger.usage(day)
 

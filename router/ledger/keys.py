@@ -42,6 +42,8 @@ the ledger's clock.
 - `usage:<day>` (hash): tenant, class, adapter, class of executors → what was used on that day (`scripts/charge.lua`);
   kept for 90 days, and not soft state: only executors that still run can repeat it
 - `usage:<day>:counted` (hash): executor, its generation, account → what is counted in the totals; kept for four days
+- `usage:since` (string): when totals were first booked here, milliseconds since 1970. A Redis that lost its data has a
+  later time
 - `mailbox:<router>` (stream): events of the router's requests, about 10,000 entries
 
 Outside the pools there is `inflight:secret`, which all routers share (`inflight.router.ledger.ledgers`).
@@ -112,9 +114,10 @@ class PoolKeys:
         return self.key(f"mailbox:{router_id}")
 
     def usage(self, day: int) -> list[str]:
-        """Returns the keys of the totals of a day, in days since 1970, and of what is counted in them."""
+        """Returns the keys of the totals of a day, in days since 1970, of what is counted in them, and of the time
+        since which totals are complete."""
         totals = self.key(f"usage:{day}")
-        return [totals, f"{totals}:counted"]
+        return [totals, f"{totals}:counted", self.key("usage:since")]
 
     def for_script(self, router_ids: tuple[str, ...]) -> list[str]:
         """Returns the KEYS of a script call that may write to the mailboxes of these routers."""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, Unpack
 
 from inflight.router.ledger.types import (
-    AccountUsage,
     AdoptOutcome,
     Attempt,
     CancelOutcome,
     ChargeOutcome,
+    DayUsage,
     Demand,
     Ending,
     ExecutorReport,
@@ -123,7 +123,7 @@ class Ledger(Protocol):
         """Books what accounts have used of an executor. Safe to repeat, from any router, in any order: each figure is
         the total since the executor's start, of which the ledger adds what it has not counted yet."""
 
-    async def usage(self, day: int) -> list[AccountUsage]:
+    async def usage(self, day: int) -> DayUsage:
         """Returns what all accounts used on a day, in days since 1970."""
 
     async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:

@@ -63,6 +63,7 @@ from inflight.router.ledger.types import (
     Attempt,
     CancelOutcome,
     ChargeOutcome,
+    DayUsage,
     Demand,
     Dropped,
     Ending,
@@ -282,16 +283,17 @@ class RedisLedger:
         first_days = frozenset[int]().union(*(outcome.first_days for outcome in outcomes))
         return ChargeOutcome(added, sum(outcome.num_left_out for outcome in outcomes), first_days)
 
-    async def usage(self, day: int) -> list[AccountUsage]:
+    async def usage(self, day: int) -> DayUsage:
         found: dict[str, AccountUsage] = {}
+        totals, _, since = self._keys.usage(day)
         cursor: Argument = 0
         while True:
-            raw = await self._detached(self._answer("usage", self._keys.usage(day)[:1], [cursor, MAX_USAGE_PER_CALL]))
-            cursor, accounts = raw
+            raw = await self._detached(self._answer("usage", [totals, since], [cursor, MAX_USAGE_PER_CALL]))
+            cursor, accounts, *since_ms = raw
             for name, figures in accounts:
                 found[name] = AccountUsage(parse_account(day, name), tuple(map(int, figures)))
             if cursor == "0":
-                return list(found.values())
+                return DayUsage(tuple(found.values()), int(since_ms[0]) if since_ms and since_ms[0] else None)
 
     # Operations ------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ executor. A result answers a call. An event arrives without a call. Some types a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypedDict
@@ -276,6 +277,15 @@ class AccountUsage:
 
     account: Account
     figures: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DayUsage:
+    """What all accounts used on a day. The ledger has booked usage since `since_ms`, milliseconds since 1970; what was
+    booked before was lost. None: it has not booked any."""
+
+    accounts: Sequence[AccountUsage]
+    since_ms: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,14 +48,24 @@ async def usage_seen_by(
     if not caller.is_operator:
         tenant = effective_tenant(caller, request.tenant)
     found: list[tuple[str, AccountUsage]] = []
+    since_ms = 0
     for day in _days(request):
         for pool in pools.seen_by(caller, request.model):
-            found += [(pool.name, one) for one in await pool.dispatcher.usage(day)]
+            usage = await pool.dispatcher.usage(day)
+            found += [(pool.name, one) for one in usage.accounts]
+            since_ms = max(since_ms, usage.since_ms or 0)
     if tenant:
         found = [(model, one) for model, one in found if one.account.tenant == tenant and not one.account.is_system]
     found.sort(key=_order)
     lines = [usage_line(model, one, prices) for model, one in found]
-    return inference_pb2.GetUsageResponse(lines=lines, currency=prices.currency)
+    return inference_pb2.GetUsageResponse(
+        lines=lines, currency=prices.currency, complete_since_unix_ms=since_ms or None
+    )
+
+
+def is_measured(used: types_pb2.ResourceUsage) -> bool:
+    """Returns whether executors told the busy time; those with vLLM do not."""
+    return bool(used.busy_ns) or not used.output_tokens
 
 
 def usage_line(model: str, usage: AccountUsage, prices: Prices) -> inference_pb2.UsageLine:
@@ -71,7 +81,7 @@ def usage_line(model: str, usage: AccountUsage, prices: Prices) -> inference_pb2
         executor_class=account.executor_class,
         is_system=account.is_system,
         used=used,
-        cost=prices.cost(account, used.busy_ns),
+        cost=prices.cost(account, used.busy_ns) if is_measured(used) else None,
     )
 
 

@@ -121,10 +121,14 @@ class RouterMetrics:
         self._usage = self._usage_counters()
         self._tenant_usage = _TenantUsage(registry, tenant_costs)
         self._recorders: dict[tuple[str, str, str], _Measures] = {}
+        self._begin_at_zero(models)
+
+    def _begin_at_zero(self, models: Collection[str]) -> None:
+        """Exports the counters of each model from the beginning on."""
         per_model = (self.prompt_tokens, self.cached_tokens, self.output_tokens)
         for counter in (*per_model, self.extensions, self.resumed, self.incomplete):
             for model in models:
-                counter.labels(model)  # is there from the beginning, at 0
+                counter.labels(model)
 
     def _histogram(
         self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = GEN_AI_LABELS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterable
 
@@ -29,7 +30,7 @@ def usage_of(totals: dict[Account, tuple[int, ...]], executor_id: str = "x", gen
 
 
 async def totals_of(pool: StorePool, day: int = DAY) -> dict[Account, tuple[int, ...]]:
-    return {one.account: one.figures for one in await pool.router("reader").store.usage(day)}
+    return {one.account: one.figures for one in (await pool.router("reader").store.usage(day)).accounts}
 
 
 async def test_repeated_and_overtaken_charges_of_any_router_count_once(store_pool: StorePool) -> None:
@@ -108,10 +109,30 @@ async def test_lost_totals_of_today_come_back_with_the_next_charge(store_pool: S
 
 async def test_keys_expire(store_pool: StorePool) -> None:
     await store_pool.router("a").store.charge(usage_of({ACME: figures(1)}))
-    totals, counted = store_pool.keys.usage(DAY)
+    totals, counted, _ = store_pool.keys.usage(DAY)
 
     days = [await store_pool.redis.pttl(key) / 86_400_000 for key in (totals, counted)]
     assert days == pytest.approx([91, 4], abs=0.01)
+
+
+async def test_totals_are_complete_since_the_ledger_began_to_count_or_lost_them(store_pool: StorePool) -> None:
+    async def since_ms(day: int) -> int | None:
+        return (await store_pool.router("reader").store.usage(day)).since_ms
+
+    store, tomorrow = store_pool.router("a").store, dataclasses.replace(ACME, day=DAY + 1)
+    assert await since_ms(DAY) is None
+    await store.charge(usage_of({ACME: figures(1)}))
+    began_ms = await since_ms(DAY)
+    assert began_ms is not None
+    await store.charge(usage_of({tomorrow: figures(1)}))
+    assert await since_ms(DAY) == await since_ms(DAY + 1) == began_ms
+
+    await store_pool.redis.delete(*store_pool.keys.usage(DAY), *store_pool.keys.usage(DAY + 1))
+    seconds, microseconds = await store_pool.redis.time()
+    await store.charge(usage_of({ACME: figures(2)}))
+    again_ms = await since_ms(DAY + 1)
+    assert again_ms is not None
+    assert again_ms >= seconds * 1000 + microseconds // 1000 >= began_ms
 
 
 def delivered(usages: Iterable[ExecutorUsage], seed: int) -> list[ExecutorUsage]:

@@ -106,6 +106,18 @@ async def test_sequence_boards_with_its_first_token_and_waits_until_then(bench: 
     assert bench.status.constraint is StepConstraint.SEATS
 
 
+async def test_tokens_and_seat_time_are_accounted_and_busy_time_is_unknown(bench: Bench) -> None:
+    begun = make_sequence("begun", [5, 6, 7], prior_output=greedy([5, 6, 7], 2), max_tokens=4)
+    await bench.submit(make_sequence("a", [1, 2], max_tokens=3), begun)
+    await bench.step(3)
+    totals = {one.account.priority: one.used for output in bench.outputs for one in output.usage}
+    (used,) = totals.values()
+    assert (used.output_tokens, used.computed_prompt_tokens, used.cached_prompt_tokens) == (3 + 2, 2, 0)
+    assert used.seat_ns > 0
+    assert used.busy_ns == used.block_ns == 0
+    assert [event.sequence.used for output in bench.outputs for event in output.finished] == [None, None]
+
+
 async def test_vllm_never_queues_more_than_the_standby(bench: Bench) -> None:
     most = LIMITS.max_num_sequences + LIMITS.num_standby_sequences
     await bench.submit(*(make_sequence(str(number), [1]) for number in range(most + 1)))

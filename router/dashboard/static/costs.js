@@ -63,5 +63,5 @@ function rowsOf(usage, model) {
   }
   return [...tenants]
     .sort(([, one], [, other]) => other.busyNs - one.busyNs)
-    .map(([name, sum]) => [name, durationText(sum.busyNs / 1e6), count(sum.output), sum.cost === null ? "–" : sum.cost.toFixed(2)]);
+    .map(([name, sum]) => [name, sum.busyNs || !sum.output ? durationText(sum.busyNs / 1e6) : "–", count(sum.output), sum.cost === null ? "–" : sum.cost.toFixed(2)]);
 }

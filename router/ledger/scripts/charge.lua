@@ -1,6 +1,6 @@
 -- charge: books what accounts have used of an executor, each nanosecond and token once.
 --
--- KEYS        [1] the totals of a day  [2] what is counted in them
+-- KEYS        [1] the totals of a day  [2] what is counted in them  [3] the time since which totals are complete
 -- ARGV        [1] executor and generation  [2] milliseconds that the totals are kept  [3] the same of what is counted
 --             [4] most entries of [2]  then pairs: account, its packed figures (codec.py)
 -- returns     {entries that were left out because [2] is full, {{position of the account from 0, figures that were
@@ -52,6 +52,10 @@ local function run()
   local totals, counted, source = KEYS[1], KEYS[2], ARGV[1] .. '\0'
   local num_entries, num_left_out, booked = redis.call('HLEN', counted), 0, {}
   local is_first = redis.call('HLEN', totals) == 0
+  if is_first then
+    local time = redis.call('TIME')
+    redis.call('SET', KEYS[3], string.format('%d', time[1] * 1000 + math.floor(time[2] / 1000)), 'NX')
+  end
   for at = 5, #ARGV, 2 do
     local account, figures = ARGV[at], {struct.unpack(FIGURES, ARGV[at + 1])}
     local text = redis.call('HGET', counted, source .. account)

@@ -1,8 +1,8 @@
 -- usage: reads the totals of a day.
 --
--- KEYS        [1] the totals of a day
+-- KEYS        [1] the totals of a day  [2] the time since which totals are complete
 -- ARGV        [1] cursor, first 0  [2] about how many accounts to return
--- returns     {the next cursor, 0 at the end, {{account, figures}, …}}, figures as text
+-- returns     {the next cursor, 0 at the end, {{account, figures}, …}, that time in milliseconds or nil}, figures as text
 -- complexity  O(accounts returned)
 -- An account may be returned more than once.
 local function run()
@@ -16,7 +16,7 @@ local function run()
     end
     accounts[#accounts + 1] = {found[2][at], figures}
   end
-  return {found[1], accounts}
+  return {found[1], accounts, redis.call('GET', KEYS[2])}
 end
 
 outside_script('usage', run, {'no-writes'})

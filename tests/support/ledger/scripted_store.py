@@ -21,10 +21,10 @@ from inflight.router.dispatch.pools import ModelPool, ModelPools
 from inflight.router.executors.link import ExecutorLink
 from inflight.router.ledger.ledger import Ledger, OnEvent
 from inflight.router.ledger.types import (
-    AccountUsage,
     Attempt,
     CancelOutcome,
     ChargeOutcome,
+    DayUsage,
     Demand,
     Ending,
     ExecutorReport,
@@ -135,8 +135,8 @@ class ScriptedLedger:
     async def charge(self, usage: ExecutorUsage) -> ChargeOutcome:
         return ChargeOutcome(usage.totals)
 
-    async def usage(self, day: int) -> list[AccountUsage]:
-        return []
+    async def usage(self, day: int) -> DayUsage:
+        return DayUsage((), None)
 
     async def snapshot(self, max_tenant_queues: int = 0) -> Snapshot:
         return Snapshot((), ())

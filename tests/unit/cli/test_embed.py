@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inflight.cli import embed
+from inflight.cli.embed import main as embed
 from inflight.cli.main import main
 from tests.unit.scripted_router import ScriptedRouter, asked
 

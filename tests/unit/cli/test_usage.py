@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import io
 import json
 from collections.abc import Callable
@@ -51,6 +52,51 @@ def test_table_has_lines_and_sums(output: Callable[..., str], router: ScriptedRo
     assert rows[1] == ["smol:style", "search,", "team", "batch", "7200.000", "5", "0", "0", "1234", "7.0000"]
     assert rows[2] == ["smol", "(system)", "1800.000", "0", "0", "0", "0", "-"]
     assert rows[3] == ["sum", "9000.000", "5", "0", "0", "1234", "7.0000"]
+
+
+@pytest.mark.parametrize(
+    ("since", "complete_since", "note"),
+    [
+        ("2026-12-01", "2026-12-05T14:03", "complete since 2026-12-05 14:03 UTC"),
+        ("2026-12-01", "2026-12-01T00:00", "complete since 2026-12-01 00:00 UTC"),
+        ("2026-12-01", "2026-11-30T23:59", ""),
+        ("2026-12-01", None, ""),
+    ],
+)
+def test_says_from_when_the_figures_are_complete(
+    address: str,
+    router: ScriptedRouter,
+    capsys: pytest.CaptureFixture[str],
+    since: str,
+    complete_since: str | None,
+    note: str,
+) -> None:
+    router.usage = inference_pb2.GetUsageResponse()
+    router.usage.CopyFrom(RESPONSE)
+    if complete_since is not None:
+        time = datetime.datetime.fromisoformat(f"{complete_since}:00+00:00")
+        router.usage.complete_since_unix_ms = round(time.timestamp() * 1000)
+    assert main(["usage", "--since", since, "--until", "2026-12-31", "--address", address]) == 0
+    told = capsys.readouterr().err
+    assert note in told
+    assert bool(note) == ("complete since" in told)
+
+
+def test_unknown_figures_of_vllm_are_not_zero(output: Callable[..., str], router: ScriptedRouter) -> None:
+    used = types_pb2.ResourceUsage(seat_us=2_000_000, output_tokens=5, computed_prompt_tokens=3)
+    router.usage = inference_pb2.GetUsageResponse(
+        lines=[inference_pb2.UsageLine(day="2026-12-31", model="v", used=used)]
+    )
+    (line,) = json.loads(output("usage", "--json"))["lines"]
+    unknown = {name for name, value in line["used"].items() if value is None}
+    assert unknown == {"busy_s", "block_s", "wasted_draft_tokens", "recomputed_tokens"}
+    assert (line["used"]["seat_s"], line["used"]["output_tokens"]) == (2.0, 5)
+    row = output("usage").splitlines()[1].split()
+    assert row[-6:] == ["-", "2", "3", "0", "5", "-"]
+    (focus,) = csv.DictReader(io.StringIO(output("usage", "--csv")))
+    assert (focus["x_busy_s"], focus["x_block_s"], focus["x_output_tokens"]) == ("", "", "5")
+    (cost,) = json.loads(output("usage", "--opencost"))["costs"]
+    assert "block_s" not in cost["labels"]
 
 
 def test_json_has_every_figure(output: Callable[..., str], router: ScriptedRouter) -> None:

@@ -135,3 +135,17 @@ def test_all_keys_of_a_pool_share_its_hash_tag() -> None:
 
     assert all("{model}" in key for key in keys)
     assert len(set(keys)) == len(keys)
+
+
+async def test_executor_gets_nothing_between_a_hand_back_and_its_next_report(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    report = store_pool.next_report("x", blocks=90)
+    await a.store.report(report)
+    await a.store.report(store_pool.next_report("y", blocks=10))
+    assert (await a.place("r")).executor_id == "x"
+
+    assert await a.store.hand_back("r", 1, max_attempts=3, rejected=True) == Placement("r", 2, "y", 1)
+    await a.store.report(report)  # an old one
+    assert (await a.place("other")).executor_id == "y"
+    await a.store.report(store_pool.next_report("x", blocks=90))
+    assert (await a.place("another")).executor_id == "x"

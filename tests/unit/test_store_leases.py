@@ -186,3 +186,17 @@ async def test_reports_are_told_whole_if_the_call_has_to_be_repeated(store_pool:
     outcomes = await a.store.report_all([store_pool.next_report("x", held=held), store_pool.next_report("y")])
     assert outcomes == [ReportOutcome(taken=True, superseded=(Attempt("ended", 1),)), ReportOutcome(taken=True)]
     assert [type(event) for event in await b.told()] == [Lost]
+
+
+async def test_executor_silent_for_its_lease_is_reaped(store_pool: StorePool) -> None:
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report("x", blocks=50))
+    await a.place("r")
+    await attend(store_pool, 5000, ["y"])
+    assert await a.told() == []
+
+    await attend(store_pool, 1000, ["y"])
+
+    assert await a.told() == [Lost("r", 1, "x", 1)]
+    assert [one.executor_id for one in (await a.store.snapshot()).executors] == ["y"]
+    assert await a.store.hand_back("r", 1, max_attempts=3) == Placement("r", 2, "y", 1)

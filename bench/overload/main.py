@@ -24,7 +24,7 @@ from inflight.bench.comparison.options import VLLM_MODE, BenchOptions, parse_opt
 from inflight.bench.comparison.stacks import stack_options, vllm_flags, vllm_program
 from inflight.bench.measures.run import NO_SLO, percentile
 from inflight.bench.overload.sides import End, Ending, Patience, ServeSide, Side, StackSide
-from inflight.bench.peers.catalogue import SERVER_MODULE
+from inflight.bench.peers.driver import SERVER_MODULE
 from inflight.bench.targets.driven import START_TIMEOUT_S, STOP_GRACE_S
 from inflight.bench.targets.model import LocalModel, local_model
 from inflight.bench.targets.stack import StackTarget, sessions_of

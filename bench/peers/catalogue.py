@@ -31,8 +31,6 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 }
 # The one that is driven through its own server.
 SERVER = ("vllm", "serve")
-# What `vllm serve` runs. That command asks for the package's metadata, which builds for CPUs have under another name.
-SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 # Peers that read the GGUF file itself instead of the folder that is made of it.
 READS_GGUF = frozenset({"llama"})
 # What a peer's bare name stands for.

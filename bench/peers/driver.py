@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+# What `vllm serve` runs. That command asks for the package's metadata, which builds for CPUs have under another name.
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 CONTEXT_STEP_TOKENS = 2048
 
 

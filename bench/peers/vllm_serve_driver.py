@@ -22,8 +22,7 @@ from typing import Any
 import aiohttp
 from vllm import __version__ as vllm_version
 
-from inflight.bench.peers.catalogue import SERVER_MODULE
-from inflight.bench.peers.driver import CannotRun, Request, Setup, TokenBatch, context_tokens, serve
+from inflight.bench.peers.driver import SERVER_MODULE, CannotRun, Request, Setup, TokenBatch, context_tokens, serve
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 900.0

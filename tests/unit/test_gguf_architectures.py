@@ -159,7 +159,8 @@ def test_logits_and_tokens_are_those_of_the_dequantized_model(name: str, kinds: 
         with torch.inference_mode():
             expected = network(torch.tensor([TOKENS[:LENGTH]])).logits[0]
         whole = logits_of(model, 0, (LENGTH,))
-        assert relative_distance(whole, expected) < 1e-4
+        # Of Qwen3-Next, those of transformers are 2.0e-4 from its own in float64, ours 1.6e-4 (also dense).
+        assert relative_distance(whole, expected) < (3e-4 if name == "qwen3next" else 1e-4)
         assert torch.equal(logits_of(model, 1, CHUNKS[0]), whole)
         return
     prompts = [[5, 9, 33, 7, 8, 21, 60, 12, 80, 41], [40, 3]]

@@ -120,8 +120,8 @@ def load_model(
 ) -> PagedModel:
     """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
-    `weight_dtype` is `auto` (that of the checkpoint; with the `sizes` of an executor `quantized_a8` or `dense` for a
-    quantized one if that is measured to be clearly faster, the former unless `dtype_name` is float32), `quantized`,
+    `weight_dtype` is `auto` (that of the checkpoint; with the `sizes` of an executor `dense` for a quantized one if
+    that is measured to be clearly faster), `quantized`,
     `quantized_a8`, whose products round activations to 8 bits with a scale for each 32, `dense`, which expands a
     quantized checkpoint to the dtype, `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds
     linear layers to 4 bits.

@@ -120,11 +120,9 @@ def load_model(
 ) -> PagedModel:
     """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
-    `weight_dtype` is `auto` (that of the checkpoint; with the `sizes` of an executor `quantized_a8` or `dense` for a
-    quantized one if that is measured to be clearly faster, the former unless `dtype_name` is float32), `quantized`,
-    `quantized_a8`, whose products round activations to 8 bits with a scale for each 32, `dense`, which expands a
-    quantized checkpoint to the dtype, `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds
-    linear layers to 4 bits.
+    `weight_dtype` is `auto` (that of the checkpoint; with `sizes` `dense` for a quantized one if that is measured to be
+    clearly faster), `quantized`, `quantized_a8`, whose products round activations, `dense`, which expands a quantized
+    checkpoint, `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds linear layers.
     `kv_cache_dtype` is `auto`, `int8` or `fp8`; layers of `kv_cache_skip_layers` keep the dtype of the activations.
     `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`. `pooling_name` is for
     `read_pooling`. `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights;
@@ -153,8 +151,7 @@ def load_model(
     layout = KvLayout(choice.backend, device, dtype, _layers_of(layers, shard), layer_kv_dtypes)
     with model_errors(f"model {source.name!r} cannot be prepared"):
         defaults = read_defaults(folder, vocabulary_size, end_ids)
-        may_round = dtype_name != "float32"
-        weights = _Weights(network, layers, layout, weight_dtype, length, shard, sizes, may_round, mixers)
+        weights = _Weights(network, layers, layout, weight_dtype, length, shard, sizes, dtype_name != "float32", mixers)
         chosen = _choose_forward(weights, forward_name, backend_name, weight_stream)
         description = describe(source, network, layout, defaults, chosen.weight_dtype, choice.reason, chosen.same)
         forward = chosen.forward if group is None else _lead(chosen.forward, group, description)

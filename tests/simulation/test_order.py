@@ -60,17 +60,17 @@ def test_invariants_hold_where_higher_classes_take_seats(redis_url: str, pool: s
     run_world(make_world(redis_url, pool, seed, router=shape, rate_per_s=14, faults=FaultRates.of("all", 4.0)))
 
 
-def test_first_class_takes_blocks_of_lower_ones_where_that_is_on(redis_url: str, pool: str) -> None:
-    waits = []
-    for is_on in (False, True):
-        lower = [request(number, 0.005 * number, priority_class=3, prompt=150) for number in range(24)]
+def test_first_class_takes_blocks_of_the_last_and_where_that_is_on_of_all_lower_ones(redis_url: str, pool: str) -> None:
+    waits = {}
+    for lower_class, is_on in ((2, False), (2, True), (3, False)):
+        lower = [request(number, 0.005 * number, priority_class=lower_class, prompt=150) for number in range(24)]
         urgent = request(100, 1.5, priority_class=1, tenant="urgent", prompt=150)
-        shape = routers(preempt_for_priority=is_on)
-        world = make_world(redis_url, f"{pool}-{is_on}", 1, requests=[*lower, urgent], duration_s=10, router=shape)
+        shape, name = routers(preempt_for_priority=is_on), f"{pool}-{lower_class}-{is_on}"
+        world = make_world(redis_url, name, 1, requests=[*lower, urgent], duration_s=10, router=shape)
         run_world(world)
         assert world.checker.outcomes == {RequestOutcome.COMPLETED: 25}
-        waits.append(world.checker.longest_wait_us[1])
-    assert waits[1] < waits[0] / 2
+        waits[lower_class, is_on] = world.checker.longest_wait_us[1]
+    assert max(waits[2, True], waits[3, False]) < waits[2, False] / 2
 
 
 def test_no_request_is_begun_after_its_deadline(redis_url: str, pool: str) -> None:

@@ -36,8 +36,6 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_CHOICES = 128
 # The content hash of an adapter. The ledger searches a text for it, so it must have no other characters.
 ADAPTER_HASH = re.compile("[0-9a-f]{64}")
-# Metadata of each stream of a `GenerateMany`; all other metadata is that of the call.
-TRACE_KEYS = frozenset({"traceparent", "tracestate"})
 # Of a request's sampling parameters.
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0

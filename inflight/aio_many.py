@@ -24,7 +24,7 @@ import grpc.aio
 
 from inflight.access import Metadata
 from inflight.common.cancellation import task_is_cancelled
-from inflight.common.protocol import TRACE_KEYS
+from inflight.common.rpc.options import TRACE_KEYS
 from inflight.errors import InflightError, client_closed, from_rpc_error, from_status
 from inflight.recovery import Call
 from inflight.v1 import inference_pb2

@@ -1,4 +1,4 @@
-"""Options of gRPC connections: keepalive and message sizes, which concern both ends, and no proxy.
+"""Options of gRPC connections: keepalive and message sizes, which concern both ends, metadata, and no proxy.
 
 Imports nothing, because the client library needs it without the packages of a server.
 """
@@ -18,6 +18,8 @@ MAX_RECEIVE_BYTES = 32 * 1024 * 1024
 # of the calls between them, so both are the same.
 MAX_METADATA_BYTES = 16 * 1024
 
+# Metadata of each stream of a `GenerateMany`; all other metadata is that of the call.
+TRACE_KEYS = frozenset({"traceparent", "tracestate"})
 
 # gRPC would use the proxies that http_proxy and https_proxy name, without an exception for this machine.
 NO_PROXY = ("grpc.enable_http_proxy", 0)

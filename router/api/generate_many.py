@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from google.rpc import code_pb2, status_pb2
 
 from inflight.common.errors import FieldViolation, Reason, RequestError, invalid
-from inflight.common.protocol import TRACE_KEYS
+from inflight.common.rpc.options import TRACE_KEYS
 from inflight.common.rpc.status import Unparsed, to_rpc_status
 from inflight.router.auth.caller import Metadata
 from inflight.router.stream.relay import EventWriter, OnWritten, TimedWriter, stalled

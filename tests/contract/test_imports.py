@@ -23,7 +23,7 @@ PURE = ("executor/scheduler", "executor/engine/standby.py", "executor/engine/dea
 # The standard library without clocks, randomness and I/O.
 PURE_LIBRARY = frozenset(
     {"__future__", "abc", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools"}
-    | {"array", "base64", "math", "operator", "struct", "types", "typing"}
+    | {"array", "base64", "math", "operator", "re", "struct", "types", "typing"}
 )
 # gRPC for the names of its status codes only.
 PURE_ELSEWHERE = {"inflight.common.errors": frozenset({"grpc"})}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
+from inflight.bench.engine.hybrid_speed import SHAPES as RECURRENT
 from inflight.bench.fleet.tiny_model import END, write_tokenizer
 from inflight.bench.gpu.roofline import SHAPES
 from inflight.executor.checkpoint.quiet import quiet_transformers
@@ -49,7 +50,13 @@ TINY: dict[str, Any] = {
     "head_dim": 16,
 }
 TINY_EXPERTS = {"num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
-NAMES = (*SHAPES, "experts")
+TINY_RECURRENT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+NAMES = (*SHAPES, "experts", *RECURRENT)
 
 
 def write_model(folder: Path, name: str, *, is_tiny: bool) -> Path:
@@ -72,6 +79,8 @@ def write_model(folder: Path, name: str, *, is_tiny: bool) -> Path:
 def _config(name: str, *, is_tiny: bool) -> PretrainedConfig:
     if name == "experts":
         config: PretrainedConfig = Qwen3MoeConfig(**EXPERTS)
+    elif name in RECURRENT:
+        config = RECURRENT[name]()
     else:
         sizes = asdict(SHAPES[name])
         config = LlamaConfig(
@@ -84,8 +93,14 @@ def _config(name: str, *, is_tiny: bool) -> PretrainedConfig:
             tie_word_embeddings=sizes["has_tied_embeddings"],
         )
     if is_tiny:
-        config = type(config)(**config.to_dict() | TINY | (TINY_EXPERTS if name == "experts" else {}))
+        config = type(config)(**config.to_dict() | TINY | _further_tiny(config, name))
     return config
+
+
+def _further_tiny(config: PretrainedConfig, name: str) -> dict[str, Any]:
+    if name in RECURRENT:
+        return TINY_RECURRENT | {"layer_types": [config.layer_types[0], "full_attention"]}
+    return TINY_EXPERTS if name == "experts" else {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -77,6 +77,8 @@ def stages(models: Path, out: Path, device: str) -> tuple[Stage, ...]:
         stack("fp8-8b", 120, "8b", *loads, "8", executor="--weight-dtype fp8 --kv-cache-dtype fp8"),
         Stage("models-experts", 60, folders, (str(models), "experts"), ("--tiny",)),
         stack("experts", 120, "experts", *loads, "8"),
+        Stage("models-recurrent", 60, folders, (str(models), "qwen3.5-0.8b"), ("--tiny",)),
+        stack("recurrent", 120, "qwen3.5-0.8b", *loads, "8"),
         Stage("engine-1b", 150, "inflight.bench.gpu.main", engine, None),
     )
 

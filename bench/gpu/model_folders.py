@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    Lfm2Config,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+)
 
 from inflight.bench.fleet.tiny_model import END, write_tokenizer
 from inflight.bench.gpu.coded_folders import write_fp8_blocks, write_mxfp4
@@ -42,6 +50,27 @@ EXPERTS: dict[str, Any] = {
 }
 # gpt-oss-20b with 6 of its 24 layers.
 GPT_OSS: dict[str, Any] = {"num_hidden_layers": 6, "num_local_experts": 32}
+LFM2_ATTENTION = (2, 5, 8, 10, 12, 14)
+LFM2: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 6656,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "layer_types": ["full_attention" if layer in LFM2_ATTENTION else "conv" for layer in range(16)],
+}
+# 18 gated delta nets and 6 layers of attention.
+QWEN3_5: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "tie_word_embeddings": True,
+}
 # What a dry run makes of every shape.
 TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -53,7 +82,13 @@ TINY: dict[str, Any] = {
 }
 TINY_EXPERTS = {"num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 TINY_GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64}
-NAMES = (*SHAPES, "experts", "experts-fp8", "gpt-oss")
+TINY_RECURRENT = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+NAMES = (*SHAPES, "experts", "experts-fp8", "gpt-oss", "lfm2-350m", "qwen3.5-0.8b")
 
 
 def write_model(folder: Path, name: str, *, is_tiny: bool) -> Path:
@@ -82,6 +117,11 @@ def _config(name: str, *, is_tiny: bool) -> PretrainedConfig:
         return Qwen3MoeConfig(**EXPERTS | (TINY | TINY_EXPERTS if is_tiny else {}))
     if name == "gpt-oss":
         return GptOssConfig(**GPT_OSS | (TINY | TINY_GPT_OSS if is_tiny else {}))
+    if name == "lfm2-350m":
+        return Lfm2Config(**LFM2 | (TINY | {"layer_types": ["conv", "full_attention"]} if is_tiny else {}))
+    if name == "qwen3.5-0.8b":
+        layer_types = {"layer_types": ["linear_attention", "full_attention"]}
+        return Qwen3_5TextConfig(**QWEN3_5 | (TINY | TINY_RECURRENT | layer_types if is_tiny else {}))
     sizes = asdict(SHAPES[name])
     config = {
         "hidden_size": sizes["hidden_size"],

@@ -81,6 +81,8 @@ def stages(models: Path, out: Path, device: str) -> tuple[Stage, ...]:
         stack("experts", 120, "experts", *loads, "8"),
         stack("experts-fp8", 120, "experts-fp8", *loads, "8"),
         stack("gpt-oss", 120, "gpt-oss", *loads, "8"),
+        Stage("models-recurrent", 60, folders, (str(models), "qwen3.5-0.8b"), ("--tiny",)),
+        stack("recurrent", 120, "qwen3.5-0.8b", *loads, "8"),
         stack("peers-1b", 120, "1b", *PEERS, "--seats", "64", "--concurrency", "64", "--turns", "2"),
         Stage("engine-1b", 100, "inflight.bench.gpu.main", engine, None),
     )

@@ -6,6 +6,8 @@ where the trial steps of the runner show that it is right and faster.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from inflight.executor.attention.flashinfer import NAME as FLASHINFER
 from inflight.executor.attention.flashinfer import FlashInfer
 from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.engine.runner import StepSizes
-from inflight.executor.forward.forward import AdapterMemory, Forward, Kv
+from inflight.executor.forward.forward import AdapterMemory, Forward, Kv, StateMemory
 from inflight.executor.forward.gpu_memory import free_beside_steps
 from inflight.executor.gpu.decoder import GpuDecoder
 from inflight.executor.gpu.runner import Followers, GpuRunner
@@ -47,11 +49,20 @@ class GpuForward(Forward):
     def routes_by_itself(self) -> bool:
         return self.decoder.shape.num_experts > 0
 
+    @property
+    def states(self) -> StateMemory | None:
+        states = self.decoder.recurrent_states
+        if states is None:
+            return None
+        return StateMemory(states.slot_bytes, states.checkpoint_bytes, states.grid_tokens, states.reserve)
+
     def free_device_bytes(self, sizes: StepSizes) -> int | None:
         return free_beside_steps(self.decoder, self.layout, sizes)
 
     def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
         with torch.inference_mode():
+            if (states := self.decoder.recurrent_states) is not None:
+                batch = replace(batch, state_rows=torch.from_numpy(states.follow(batch)))
             return self.decoder.forward(batch.to(self.layout.device), kv).float()
 
     def start_runner(self, kv: Kv, sizes: StepSizes, followers: Followers | None = None) -> GpuRunner:

@@ -15,6 +15,7 @@ from inflight.executor.device import free_device_bytes
 from inflight.executor.engine.runner import StepSizes
 from inflight.executor.gpu.device_step import StepDecoder
 from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.recurrent.mixer import StateSizes
 
 
 def free_beside_steps(decoder: StepDecoder, layout: KvLayout, sizes: StepSizes) -> int | None:
@@ -28,6 +29,9 @@ def free_beside_steps(decoder: StepDecoder, layout: KvLayout, sizes: StepSizes) 
 def working_bytes(decoder: StepDecoder, layout: KvLayout, sizes: StepSizes) -> int:
     """Returns the bytes of a CUDA device that steps of these sizes take."""
     torch.cuda.empty_cache()
+    if decoder.recurrent_states is not None:
+        # Slots are reserved once their number is known. The trial steps of one block have one sequence.
+        decoder.recurrent_states.reserve(StateSizes(1, 0, sizes.limits.max_drafts))
     free_before, _ = torch.cuda.mem_get_info(layout.device)
     runner = GpuRunner(
         decoder,

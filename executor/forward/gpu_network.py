@@ -21,6 +21,7 @@ from inflight.executor.forward.transformers import TransformersForward
 from inflight.executor.gpu.decoder import Ranks
 from inflight.executor.gpu.row_groups import RowGroups
 from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.recurrent.gpu_states import GpuStates
 from inflight.executor.step.batch import StepBatch
 
 
@@ -29,6 +30,7 @@ class NetworkDecoder:
 
     num_adapter_slots = 0
     ranks: Ranks | None = None
+    recurrent_states: GpuStates | None = None
 
     def __init__(self, network: PreTrainedModel, layout: KvLayout, vocabulary_size: int) -> None:
         self.vocabulary_size = vocabulary_size

@@ -52,6 +52,8 @@ from inflight.executor.gpu.layers import (
 )
 from inflight.executor.gpu.row_groups import RowGroups
 from inflight.executor.products.coded import CodedWeight, coded_weight
+from inflight.executor.recurrent.gpu_mixer import GpuMixer
+from inflight.executor.recurrent.gpu_states import GpuStates
 from inflight.executor.step.batch import StepBatch
 
 
@@ -69,7 +71,9 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedLayer:
-    """The weights of a layer, fused for multiplication. `head_norms` are those of queries and keys. `rotations` are
+    """The weights of a layer, fused for multiplication. A recurrent layer has a `mixer` in place of attention, whose
+    projections are `qkv` and `output`. With gates of what heads of attention yield, these are the last `num_gates`
+    columns of `qkv`. `head_norms` are those of queries and keys. `rotations` are
     those of `rope_write`. Gate, up and down projection are those of a shared expert if there are `experts`, or None;
     `inner_size` is the width between them, of all ranks."""
 
@@ -89,6 +93,8 @@ class FusedLayer:
     scoring: Scoring
     sinks: Tensor | None
     rotations: Tensor
+    mixer: GpuMixer | None
+    num_gates: int
 
 
 def undivided_reason(weights: DecoderWeights) -> str | None:
@@ -132,10 +138,18 @@ class GpuDecoder:
         rotations = [tables[rope] for rope in shape.layer_ropes]
         fuse: Callable[[Sequence[Matrix]], Weight] = _round if has_fp8_weights else _fused
         self._layers = tuple(
-            _fuse(shape, layer, scoring, table, fuse)
-            for layer, scoring, table in zip(weights.layers, scorings, rotations, strict=True)
+            _fuse(shape, number, layer, scoring, table, fuse)
+            for number, (layer, scoring, table) in enumerate(zip(weights.layers, scorings, rotations, strict=True))
         )
         self._adapters: AdapterSlots | None = None
+        self._recurrent_states = None
+        if shape.mixer is not None:
+            self._recurrent_states = GpuStates(shape.mixer, len(shape.recurrent_layers), self.dtype, self.device)
+
+    @property
+    def recurrent_states(self) -> GpuStates | None:
+        """The memory of recurrent layers; None if there are none."""
+        return self._recurrent_states
 
     @property
     def device(self) -> torch.device:
@@ -225,7 +239,7 @@ class GpuDecoder:
         """Computes every layer of `inputs[layer]`, the residual stream `[T, hidden]` before it, instead of what the
         layer before yields. Returns the streams after the layers, `[layers, T, hidden]`, and the last one's logits."""
         outputs = []
-        for index, (hidden, layer_kv) in enumerate(zip(inputs.clone(), kv, strict=True)):
+        for index, (hidden, layer_kv) in enumerate(zip(inputs.clone(), self._of_layers(kv), strict=True)):
             delta = self._compute_layer(index, hidden, torch.zeros_like(hidden), batch, layer_kv, None, self._backend)
             outputs.append(hidden + dense(delta))
         return torch.stack(outputs), self.logits(residual_norm(hidden, delta, self._final_norm, self._epsilon))
@@ -257,7 +271,7 @@ class GpuDecoder:
             hidden *= shape.embedding_scale
         delta: Projected | None = None
         windows = batch.for_windows
-        for index, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
+        for index, (layer, layer_kv) in enumerate(zip(self._layers, self._of_layers(kv), strict=True)):
             of_layer = batch if layer.scoring.sliding_window is None else windows
             delta = self._compute_layer(index, hidden, delta, of_layer, layer_kv, groups, attention)
         assert delta is not None
@@ -269,7 +283,7 @@ class GpuDecoder:
         hidden: Tensor,
         delta: Projected | None,
         batch: StepBatch,
-        kv: LayerKv,
+        kv: LayerKv | None,
         groups: RowGroups | None,
         attention: StepAttention,
     ) -> Projected:
@@ -280,8 +294,13 @@ class GpuDecoder:
         is_rounded = isinstance(layer.qkv, Fp8Weight) and groups is None
         normed = self._add(hidden, delta, layer.input_norm, is_rounded)
         qkv = self._project(index, Product.QKV, normed, layer.qkv, layer.qkv_bias, groups)
-        attended = self._attend(layer, qkv, batch, kv, attention)
-        attended = self._whole(attended, shape.num_heads * shape.head_dim, shape.head_dim)
+        if layer.mixer is None:
+            assert kv is not None
+            attended = self._attend(layer, qkv, batch, kv, attention)
+            attended = self._whole(attended, shape.num_heads * shape.head_dim, shape.head_dim)
+        else:
+            assert self._recurrent_states is not None
+            attended = layer.mixer.mix(dense(qkv), batch, self._recurrent_states.tensors, self._epsilon)
         product = self._project(index, Product.OUTPUT, attended, layer.output, layer.output_bias, groups)
         delta = self._delta(product, layer.attention_output_norm)
         normed = self._add(hidden, delta, layer.post_attention_norm, is_rounded)
@@ -366,7 +385,9 @@ class GpuDecoder:
     ) -> Tensor:
         """Computes attention of all heads, `[T, num_heads * head_dim]`."""
         positions, slots = batch.positions, batch.slot_mapping
-        norms = layer.head_norms
+        norms, gates = layer.head_norms, None
+        if layer.num_gates:
+            qkv, gates = dense(qkv).tensor_split([-layer.num_gates], 1)
         if norms is not None and norms[0].numel() != self.shape.head_dim:
             # Norms of all heads together; the kernel's are those of one head.
             qkv, first = dense(qkv), 0
@@ -375,7 +396,13 @@ class GpuDecoder:
                 part.copy_(residual_norm(part.contiguous(), None, norm, self._epsilon))
             norms = None
         queries = rope_write(qkv, norms, positions, slots, layer.rotations, kv, self._epsilon)
-        return attention.attend(queries, kv, batch, layer.scoring, layer.sinks).flatten(1)
+        attended = attention.attend(queries, kv, batch, layer.scoring, layer.sinks).flatten(1)
+        return attended if gates is None else attended.mul_(gates.sigmoid())
+
+    def _of_layers(self, kv: Sequence[LayerKv]) -> list[LayerKv | None]:
+        """Returns the KV of each layer, None of recurrent ones."""
+        of_attention = iter(kv)
+        return [next(of_attention) if layer.mixer is None else None for layer in self._layers]
 
 
 def _rotations(rope: Rope, context_length: int, device: torch.device) -> Tensor:
@@ -384,6 +411,7 @@ def _rotations(rope: Rope, context_length: int, device: torch.device) -> Tensor:
 
 def _fuse(
     shape: DecoderShape,
+    number: int,
     layer: LayerWeights,
     scoring: Scoring,
     rotations: Tensor,
@@ -392,10 +420,11 @@ def _fuse(
     has_experts = layer.router is not None
     parts, down = (layer.shared_gate_up_parts, layer.shared_down) if has_experts else (layer.gate_up_parts, layer.down)
     norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
+    has_gates = shape.has_output_gate and layer.mixer is None
     inner_size = 0 if down is None else down.shape[1]  # before `fuse`, which may take the storage of the matrix
     return FusedLayer(
         input_norm=layer.input_norm,
-        qkv=fuse(layer.qkv_matrices),
+        qkv=fuse(_with_gates_last(shape, layer.qkv_matrices) if has_gates else layer.qkv_matrices),
         qkv_bias=layer.qkv_bias,
         head_norms=norms,
         output=fuse([layer.output]),
@@ -410,7 +439,19 @@ def _fuse(
         scoring=scoring,
         sinks=None if layer.sinks is None else layer.sinks.float(),
         rotations=rotations,
+        mixer=None if layer.mixer is None else GpuMixer.of(layer.mixer, shape.recurrent_layers.index(number)),
+        num_gates=shape.num_heads * shape.head_dim if has_gates else 0,
     )
+
+
+def _with_gates_last(shape: DecoderShape, matrices: Sequence[Matrix]) -> list[Matrix]:
+    """Returns the matrices of queries with gates, keys and values as four, those of the gates last."""
+    both, keys, values = map(_dense, matrices)
+    queries, gates = both.detach().unflatten(0, (shape.num_heads, 2, shape.head_dim)).unbind(1)
+    parts = [queries.flatten(0, 1), keys, values, gates.flatten(0, 1)]
+    # The network has none afterwards.
+    both.set_(both.new_empty(0).untyped_storage(), 0, (0,), (0,))
+    return parts
 
 
 def _dense(matrix: Matrix) -> Tensor:

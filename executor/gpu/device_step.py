@@ -24,6 +24,7 @@ from inflight.executor.gpu.row_groups import RowGroups
 from inflight.executor.gpu.sampling import DrawRows, draw
 from inflight.executor.gpu.step_buffers import StepBuffers
 from inflight.executor.gpu.step_layout import StepLayout
+from inflight.executor.recurrent.gpu_states import NUM_ROW_WORDS, GpuStates
 from inflight.executor.step.batch import StepBatch
 
 
@@ -62,6 +63,11 @@ class StepDecoder(Protocol):
         """Slots for adapters."""
         ...
 
+    @property
+    def recurrent_states(self) -> GpuStates | None:
+        """The memory of recurrent layers; None if there are none."""
+        ...
+
     def forward(
         self,
         batch: StepBatch,
@@ -91,12 +97,25 @@ class DeviceStep:
         self.buffers = buffers
         self.kv = kv
         self.block_size = block_size
-        self.num_adapters = decoder.num_adapter_slots
+        self._num_adapters = decoder.num_adapter_slots
+        self._num_state_words = 0 if decoder.recurrent_states is None else NUM_ROW_WORDS
         self.logits = _empty_rows(max_num_logits, decoder.vocabulary_size, decoder)
         self._states = _empty_rows(max_num_states, decoder.hidden_size, decoder)
         self._decoder = decoder
         # Whether there may be logits of other ranks.
         self._has_others = True
+
+    @property
+    def recurrent_states(self) -> GpuStates | None:
+        """The memory of recurrent layers; None if there are none."""
+        return self._decoder.recurrent_states
+
+    def layout(
+        self, num_tokens: int, num_sequences: int, num_logits: int, num_scored: int = 0, *, is_padded: bool = False
+    ) -> StepLayout:
+        """Returns the layout of steps of these sizes of this model."""
+        sizes = (num_tokens, num_sequences, num_logits, num_scored)
+        return StepLayout(*sizes, self._num_adapters, is_padded, self._num_state_words)
 
     def compute(self, layout: StepLayout, num_decodes: int, attention: StepAttention | None = None) -> None:
         """Fills in carried tokens, computes the model, and draws the next tokens. `attention` takes the place of the
@@ -203,17 +222,15 @@ class GraphedStep:
         bucket = bucket_of(self._decodes if is_decodes else self._mixed, num_tokens, num_sequences)
         if bucket is not None:
             return self.form_in(bucket, num_yields, num_scored)
-        adapters = self._step.num_adapters
-        return StepForm(StepLayout(num_tokens, num_sequences, num_yields, num_scored, adapters), batch.num_decodes)
+        return StepForm(self._step.layout(num_tokens, num_sequences, num_yields, num_scored), batch.num_decodes)
 
     def form_in(self, bucket: Bucket, num_yields: int = 0, num_scored: int = 0) -> StepForm:
         """Returns the form of a step in a bucket. In one of decodes every row yields a token."""
-        adapters = self._step.num_adapters
         if bucket.is_decodes:
-            layout = StepLayout.of_decodes(bucket.num_sequences, adapters)
+            layout = self._step.layout(*[bucket.num_sequences] * 3)
         else:
-            sizes = (bucket.num_tokens, bucket.num_sequences, num_yields, num_scored, adapters)
-            layout = StepLayout(*sizes, is_padded=True)
+            sizes = (bucket.num_tokens, bucket.num_sequences, num_yields, num_scored)
+            layout = self._step.layout(*sizes, is_padded=True)
         return StepForm(layout, bucket.num_sequences, bucket)
 
     def compute(self, form: StepForm, attention: StepAttention | None = None) -> None:

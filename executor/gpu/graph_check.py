@@ -155,6 +155,28 @@ class TrialSteps:
         for trial in self.rows.prefills(max_tokens):
             self.launch(trial)
 
+    def rewind(self, trial: Trial, max_tokens: int) -> None:
+        """Computes recurrent states up to the first position of each row: those that went on do not go back."""
+        if self._step.recurrent_states is None:
+            return
+        rows: list[PlanRow] = []
+        seats: list[int] = []
+
+        def compute() -> None:
+            if rows:
+                self.launch(Trial(StepPlan.of(rows), list(seats)))
+            rows.clear()
+            seats.clear()
+
+        for sequence, seat, end in zip(trial.plan.sequences, trial.seats, trial.plan.starts, strict=True):
+            for start in range(0, end, max_tokens):
+                length = min(max_tokens, end - start)
+                if start or sum(row.num_tokens for row in rows) + length > max_tokens:
+                    compute()
+                rows.append(PlanRow(sequence, start, length, False))
+                seats.append(seat)
+        compute()
+
     def launch(
         self, trial: Trial, layout: StepLayout | None = None, flashinfer: FlashInfer | None = None
     ) -> StepResult:
@@ -170,7 +192,7 @@ class TrialSteps:
         num_decodes, attention = batch.num_decodes, None
         if layout is None:
             sizes = (batch.num_tokens, batch.num_sequences, num_yields)
-            layout = StepLayout(*sizes, num_adapters=self._step.num_adapters)
+            layout = self._step.layout(*sizes)
             attention = None if flashinfer is None else self._plan(flashinfer, batch)
         else:
             num_decodes = layout.num_sequences
@@ -214,7 +236,9 @@ class GraphCheck:
         for bucket, graph in graphs.items():
             trial = steps.rows.fill(bucket)
             form = self._graphed.form_in(bucket, trial.plan.num_sampled)
+            steps.rewind(trial, self._limits.max_num_tokens)
             launched = steps.launch(trial, form.layout if bucket.is_decodes else None)
+            steps.rewind(trial, self._limits.max_num_tokens)
             steps.upload(trial.pack(self._block_size), form.layout)
             self._graphed.replay(graph, form)
             if reason := difference(launched, steps.take_result(trial.plan.num_sampled)):
@@ -287,7 +311,11 @@ class AttentionCheck:
 
 def _mixed_rows(step: DeviceStep, limits: SchedulerLimits, most: int) -> TrialRows:
     sizes = (_num_blocks(step), step.block_size, limits.context_length, step.logits.shape[1])
-    return TrialRows.of(most, *sizes)
+    rows = TrialRows.of(most, *sizes)
+    if step.recurrent_states is not None:
+        for slot, sequence in enumerate(rows.sequences):
+            sequence.state_slot = slot
+    return rows
 
 
 def _num_blocks(step: DeviceStep) -> int:

@@ -34,6 +34,7 @@ from inflight.executor.gpu.processing import NO_PLACES, UNREAD_TOKENS, Processin
 from inflight.executor.gpu.step_buffers import StepBuffers
 from inflight.executor.gpu.step_layout import StepLayout, Words
 from inflight.executor.gpu.table_entries import NO_ENTRIES, TableEntries, TableFollower
+from inflight.executor.recurrent.gpu_states import NUM_ROW_WORDS
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import StepPlan
 from inflight.executor.step.batch import StepBatch
@@ -116,8 +117,11 @@ class GpuRunner:
             most_logits,
             MAX_PROMPT_LOGPROB_ROWS,
             decoder.num_adapter_slots,
+            num_state_words=0 if decoder.recurrent_states is None else NUM_ROW_WORDS,
         )
-        buffers = StepBuffers(self._device, most, num_seats, max_blocks, has_windows=has_windows)
+        buffers = StepBuffers(
+            self._device, most, num_seats, max_blocks, has_windows=has_windows, states=decoder.recurrent_states
+        )
         self._buffers = buffers
         self._step = DeviceStep(decoder, kv, buffers, block_size, most_logits + MAX_PROMPT_LOGPROB_ROWS, most_states)
         self._graphed = GraphedStep(
@@ -269,7 +273,7 @@ class GpuRunner:
         """Uploads a dummy step, which writes every token to the spare block. Returns its layout, which is its own
         unless another one is given."""
         if layout is None:
-            layout = StepLayout(sum(lengths), len(lengths), len(lengths), num_adapters=self._step.num_adapters)
+            layout = self._step.layout(sum(lengths), len(lengths), len(lengths))
         batch = idle_batch(lengths, self._buffers.spare_table_row, self._step.block_size)
         self._buffers.upload(layout, batch, idle_sampling(len(lengths)), NO_ENTRIES)
         return layout

@@ -9,7 +9,7 @@ The host uses a ring of buffers; a buffer is written again only when its copy ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from inflight.executor.gpu.sampling import DrawRows
 from inflight.executor.gpu.step_layout import ALIGNMENT_WORDS, FLOAT_FIELDS, StepLayout, Words
 from inflight.executor.gpu.table_entries import TableEntries
 from inflight.executor.kernels.step_inputs import follow_tables_kernel, resolve_kernel
+from inflight.executor.recurrent.gpu_states import GpuStates
 from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling_columns import SamplingBatch
 
@@ -59,8 +60,16 @@ class StepBuffers:
     """Inputs, block tables and sampled ids on the device. `sampled_ids` are those of the newest step."""
 
     def __init__(
-        self, device: torch.device, most: StepLayout, num_tables: int, max_blocks: int, *, has_windows: bool = False
+        self,
+        device: torch.device,
+        most: StepLayout,
+        num_tables: int,
+        max_blocks: int,
+        *,
+        has_windows: bool = False,
+        states: GpuStates | None = None,
     ) -> None:
+        """`states` is the memory of recurrent layers."""
         num_words = most.num_words + 2 * MAX_ENTRIES
         self._words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._ring = HostRing(num_words, device)
@@ -68,6 +77,7 @@ class StepBuffers:
         num_groups = 2 if has_windows else 1
         self._tables = torch.zeros((num_groups * (num_tables + 1), max_blocks), dtype=torch.int32, device=device)
         self._has_windows = has_windows
+        self._states = states
         self.sampled_ids = torch.zeros(most.num_logits, dtype=torch.int32, device=device)
 
     def upload(
@@ -78,7 +88,10 @@ class StepBuffers:
         entries: TableEntries,
         mirror: Mirror | None = None,
     ) -> None:
-        """Sends a step's inputs and its new block table entries, first to `mirror`, for the `receive` of others."""
+        """Sends a step's inputs and its new block table entries, first to `mirror`, for the `receive` of others, and
+        loads the checkpoints of recurrent state that it begins with."""
+        if self._states is not None:
+            batch = replace(batch, state_rows=torch.from_numpy(self._states.follow(batch)))
         *before, last = entries.split(MAX_ENTRIES)
         for part in before:
             self._send(self._ring.take(), 0, part, mirror)
@@ -121,6 +134,7 @@ class StepBuffers:
             target_ids=of(layout, "target_ids"),
             window_tables=self._tables[num_tables:] if self._has_windows else None,
             window_slots=of(layout, "window_slots") if self._has_windows else None,
+            state_rows=None if self._states is None else of(layout, "state_rows").view(layout.num_sequences, -1),
             is_padded=layout.is_padded,
         )
 

@@ -6,6 +6,7 @@ With T tokens, S sequences, R rows that sample and Q positions that score a prom
     token_ids, positions, slot_mapping, window_slots [T]
     adapter_rows [16 N] and adapter_slots [N], the N tiles of rows by adapter; none without adapter slots
     query_starts [S + 1], context_lengths, table_rows, is_carried, carried_from [S]
+    state_rows [S, N], the N words of each sequence's recurrent state; none without recurrent layers
     logit_rows [R + Q]
     reported_rows [R + Q], of which the first are those that report log probabilities
     target_ids [Q], the tokens behind the positions that score
@@ -32,7 +33,7 @@ import numpy.typing as npt
 
 from inflight.common.protocol import MAX_STOP_TOKEN_IDS
 from inflight.executor.gpu.row_groups import TILE_ROWS, group_rows, num_tiles
-from inflight.executor.step.batch import StepBatch
+from inflight.executor.step.batch import NO_SLOT, StepBatch
 from inflight.executor.step.sampling import min_p_logs
 from inflight.executor.step.sampling_columns import NUMBERS, SamplingBatch
 
@@ -58,6 +59,7 @@ class StepLayout:
     num_scored: int = 0
     num_adapters: int = 0
     is_padded: bool = False
+    num_state_words: int = 0
 
     @classmethod
     def of_decodes(cls, num_rows: int, num_adapters: int = 0) -> StepLayout:
@@ -75,6 +77,7 @@ class StepLayout:
             ("adapter_slots", tiles),
             ("query_starts", sequences + 1),
             *((name, sequences) for name in ("context_lengths", "table_rows", "is_carried", "carried_from")),
+            ("state_rows", sequences * self.num_state_words),
             *((name, logits + self.num_scored) for name in ("logit_rows", "reported_rows")),
             ("target_ids", self.num_scored),
             *((name, logits) for names in NUMBER_FIELDS.values() for name in names),
@@ -137,6 +140,11 @@ def _fill_sequences(views: dict[str, Words], batch: StepBatch, spare_table_row: 
     views["is_carried"][:] = 0
     views["is_carried"][carried] = 1
     views["carried_from"][carried] = batch.carried_from.numpy()
+    if batch.state_rows is not None:
+        rows = views["state_rows"].reshape(-1, batch.state_rows.shape[1])
+        rows[:num_sequences] = batch.state_rows.numpy()
+        # Padding sequences have no slot, and no checkpoints.
+        rows[num_sequences:] = (NO_SLOT, *[0] * (rows.shape[1] - 1))
 
 
 def _fill_sampling(views: dict[str, Words], sampling: SamplingBatch) -> None:

@@ -207,7 +207,7 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
     if weight_dtype in NEEDED_BACKENDS and backend.name != NEEDED_BACKENDS[weight_dtype]:
         raise ModelError(f"{weight_dtype} weights need {needed}, and the attention backend is {backend.name}")
     if weights.mixers and backend.name == "triton":
-        raise ModelError("its recurrent layers need a CPU and the attention backend cpu or reference")
+        _check_recurrent_on_gpu(weights)
     if weight_dtype == "fp8":
         _check_fp8_weights(network)
     weights = _with_codes_of_gpu(weights) if backend.name == "triton" else _with_codes_of_cpu(weights)
@@ -231,6 +231,8 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
     if weights.shard.num_ranks > 1:
         why = chosen or f"the attention backend is {backend.name}"
         raise ModelError(f"tensor parallelism needs the native forward pass on a CPU or GPU, and {why}")
+    if weights.mixers and backend.name == "triton":
+        raise ModelError(f"its recurrent layers need the native forward pass on a GPU, and {chosen}")
     _open_flashinfer(weights, None, backend_name)
     if backend.name == "triton":
         # They import triton, which only this needs.
@@ -248,6 +250,19 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
     if weights.mixers:
         return _Chosen(HybridForward(network, weights.layout, weights.mixers), weight_dtype, {})
     return _Chosen(TransformersForward(network, weights.layout), weight_dtype, {})
+
+
+def _check_recurrent_on_gpu(weights: _Weights) -> None:
+    """Raises `ModelError` for what the kernels of recurrent layers cannot do."""
+    obstacle = None
+    if weights.weight_dtype in ("quantized", "fp8"):
+        obstacle = f"weight_dtype {weights.weight_dtype}"
+    elif any(kv_dtype != weights.layout.dtype for kv_dtype in weights.layout.layer_dtypes):
+        obstacle = f"kv_cache_dtype {weights.layout.dtype_name}"
+    elif weights.shard.num_ranks > 1:
+        obstacle = f"tensor_parallel_size={weights.shard.num_ranks}"
+    if obstacle is not None:
+        raise ModelError(f"its recurrent layers run on a GPU without {obstacle} only")
 
 
 def _with_codes_of_cpu(weights: _Weights) -> _Weights:
@@ -308,7 +323,8 @@ def _open_flashinfer(weights: _Weights, decoder: GpuDecoder | None, backend_name
     if weights.shard.num_ranks > 1:
         return None  # ranks would choose by measurements of their own
     heads, layout = None, weights.layout
-    if decoder is not None:
+    # Its plans do not tell recurrent layers.
+    if decoder is not None and decoder.recurrent_states is None:
         shape = decoder.shape
         heads = Heads(shape.num_heads, KvShape(shape.num_kv_heads, shape.head_dim), decoder.scorings)
     return open_flashinfer(backend_name, heads, layout.dtype, layout.layer_dtypes, layout.device, layout.backend)

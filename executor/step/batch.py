@@ -32,6 +32,7 @@ from torch import Tensor
 from inflight.executor.scheduler.sequence import PooledRows, ScoredRows, Sequence, StateLoad, StateSave, StepPlan
 
 NO_TARGETS = torch.zeros(0, dtype=torch.int64)
+NO_SLOT = -1  # in `state_rows`, of a padding sequence
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +66,8 @@ class StepBatch:
     no meaning there.
 
     `adapter_slots[S]` int32 are the slots of the sequences' adapters, -1 for none; None if no sequence has one.
-    `states` are their recurrent states; None if no layer is recurrent.
+    `states` are their recurrent states; None if no layer is recurrent. `state_rows[S, words]` int32 are the same, as a
+    GPU reads them (`recurrent.gpu_states`).
 
     `hidden_rows[P]` int64 are the flat rows whose hidden states after the final norm are needed. Whatever computes the
     step writes them to `hidden[P, hidden_size]` float32, if that is set.
@@ -88,6 +90,7 @@ class StepBatch:
     window_tables: Tensor | None = None
     window_slots: Tensor | None = None
     states: StateRows | None = None
+    state_rows: Tensor | None = None
     is_padded: bool = False
     hidden_rows: Tensor = NO_TARGETS
     hidden: Tensor | None = None

@@ -2,7 +2,7 @@
 
 There may be several kinds of GPU. With `--digest` it compiles nothing and prints for each a digest of all that
 determines the code, apart from Triton's version. With `--sample` it compiles the first launch of each kind of each
-kernel.
+kernel, and with `--recurrent` those of recurrent layers, which are not compiled otherwise.
 
 The launchers run on tensors without storage. In place of a launch, the kernel is compiled for the arguments it was
 given, specialised as Triton does it: for integers that are 1 and for what 16 divides. Prints a line of JSON each.
@@ -52,6 +52,9 @@ from inflight.executor.gpu.step_buffers import StepBuffers
 from inflight.executor.gpu.step_layout import StepLayout
 from inflight.executor.kernels.coded import E4M3, E8M0, FP4, FP8, INT4, INT8, NUMBER
 from inflight.executor.products.coded import CodedMatrix
+from inflight.executor.recurrent.gpu_mixer import GpuMixer
+from inflight.executor.recurrent.gpu_states import NUM_ROW_WORDS, GpuStates
+from inflight.executor.recurrent.mixer import MixerShape, StateSizes
 from inflight.executor.step.batch import StepBatch
 
 META = torch.device("meta")
@@ -140,6 +143,12 @@ GPT_OSS_SHAPE = replace(
 )
 # DeepSeek-V3's router with the sizes of GLM-4.5-Air, and with groups.
 GROUPED_SHAPE = experts_of(128, 8, 4096, 1408, Routing(has_sigmoid=True, num_groups=8, num_chosen_groups=4))
+MIXERS = (
+    (MixerShape(3, 2048), torch.bfloat16),  # LFM2-1.2B
+    (MixerShape(4, 6144, 16, 16, 128, 128), torch.bfloat16),  # Qwen3.5-0.8B
+    (MixerShape(4, 8192, 16, 32, 128, 128), torch.bfloat16),  # Qwen3.5-35B-A3B, Qwen3-Next
+    (MixerShape(4, 144, 2, 6, 12, 16), torch.float32),
+)
 
 # Conversions to and from e4m3 exist since sm_89.
 FP8_VARIANT, MIN_FP8_CAPABILITY = replace(LLAMA_8B, kv_dtype=torch.float8_e4m3fn), 89
@@ -148,8 +157,8 @@ FP8_VARIANT, MIN_FP8_CAPABILITY = replace(LLAMA_8B, kv_dtype=torch.float8_e4m3fn
 BATCHES = ([1] * 128, [4] * 8, [1] * 4, [1] * 32 + [480])
 
 
-def main(capability: int, *, is_digest: bool, is_sample: bool) -> None:
-    """Compiles everything or a sample, or prints the digest."""
+def main(capability: int, *, is_digest: bool, is_sample: bool, is_recurrent: bool = False) -> None:
+    """Compiles everything but recurrent layers, or a sample, or only these layers, or prints the digest."""
     seen: set[str] = set()
     sampled: set[tuple[str, bool]] = set()
     digest = hashlib.sha256(str(capability).encode())
@@ -181,6 +190,9 @@ def main(capability: int, *, is_digest: bool, is_sample: bool) -> None:
     triton.knobs.nvidia.dump_ptxas_log = True
     JITFunction.run = compile_launch
     vars(inflight.executor.attention.triton)["is_hopper"] = lambda device: capability == 90
+    if is_recurrent:
+        launch_recurrent()
+        return
     for variant in VARIANTS:
         for lengths in BATCHES if variant is LLAMA_8B else BATCHES[-1:]:
             launch_attention(variant, batch_of(lengths))
@@ -335,6 +347,23 @@ def launch_experts() -> None:
     rope_write(qkv, (norm, norm), words, words, table, kv, 1e-5)
 
 
+def launch_recurrent() -> None:
+    """Recurrent layers of decodes, without drafts and with some, and of chunks."""
+    for shape, dtype in MIXERS:
+        numbers = (shape.depth, shape.channels) if shape.num_heads else (3 * shape.channels, 0)
+        columns = sum(numbers) + 2 * shape.num_heads
+        sizes = (shape.num_heads, shape.num_heads, shape.value_dim) if shape.num_heads else (shape.channels,)
+        vectors = tuple(empty(size, dtype=torch.float32) for size in sizes)
+        mixer = GpuMixer(shape, empty(shape.conv_width, shape.channels, dtype=torch.float32), vectors, 1)
+        for max_drafts, lengths in ((0, BATCHES[0]), (7, BATCHES[0]), (0, BATCHES[-1])):
+            states = GpuStates(shape, 2, dtype, META)
+            states.reserve(StateSizes(128, 8, max_drafts))
+            batch = batch_of(lengths)
+            rows = empty(batch.num_sequences, NUM_ROW_WORDS, dtype=torch.int32)
+            projected = empty(batch.num_tokens, columns, dtype=dtype)
+            mixer.mix(projected, replace(batch, state_rows=rows), states.tensors, 1e-6)
+
+
 def launch_coded_experts() -> None:
     """Experts of gpt-oss in MXFP4 with biases; of Qwen3-30B-A3B in FP8 blocks, and in GPTQ with act-order."""
     kinds: dict[str, tuple[DecoderShape, Callable[[tuple[int, int]], CodedMatrix]]] = {
@@ -386,4 +415,5 @@ def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
 
 if __name__ == "__main__":
     for argument in filter(str.isdigit, sys.argv[1:]):
-        main(int(argument), is_digest="--digest" in sys.argv, is_sample="--sample" in sys.argv)
+        options = {f"is_{name}": f"--{name}" in sys.argv for name in ("digest", "sample", "recurrent")}
+        main(int(argument), **options)

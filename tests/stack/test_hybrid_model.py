@@ -138,7 +138,14 @@ def test_a_model_for_images_is_served_for_its_text(tmp_path: Path) -> None:
     [
         ({"kv_cache_host_memory_bytes": 1_000_000}, "kv_cache_host_memory_bytes is for models without recurrent"),
         ({"weight_dtype": "fp8"}, "fp8 weights need the native forward pass on a GPU"),
-        ({"attention_backend": "triton"}, "its recurrent layers need a CPU"),
+        (
+            {"attention_backend": "triton", "forward": "transformers"},
+            "its recurrent layers need the native forward pass on a GPU, and forward=transformers is set",
+        ),
+        (
+            {"attention_backend": "triton", "kv_cache_dtype": "fp8"},
+            "its recurrent layers run on a GPU without kv_cache_dtype",
+        ),
         ({"adapter_folder": "."}, "adapter_folder=.: adapters of models with recurrent layers"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -9,14 +9,15 @@ import math
 from dataclasses import dataclass, replace
 
 from inflight.common.kv_size import (
-    MOST_SEATS_OF_CPU,
     KvBudget,
     StateSize,
     WindowSize,
     blocks_for,
+    default_step_tokens,
     hybrid_sizes,
     kv_bytes_per_token,
     kv_groups,
+    most_seats,
     num_host_kv_blocks,
     num_kv_blocks,
 )
@@ -236,11 +237,10 @@ def _with_states(
     steps: Steps | None,
 ) -> Pool:
     """Returns the pool beside the state of recurrent layers, for the seats of `steps` or those that are likely."""
-    if machine.is_gpu:
-        raise SettingError("a model with recurrent layers needs a CPU: give --memory-gib")
     for name in ("max_adapters", "kv_cache_host_memory_bytes"):
         if getattr(machine.options, name):
             raise SettingError(f"--{name.replace('_', '-')} does not go with a model with recurrent layers")
+    gpu_bytes = machine.memory_bytes if machine.is_gpu else 0
     input_bytes = recurrent.input_numbers * BYTES_PER_NUMBER[dtype]
     slot_bytes, checkpoint_bytes = recurrent.slot_bytes + input_bytes, recurrent.checkpoint_bytes + input_bytes
     sizes = hybrid_sizes(
@@ -250,7 +250,7 @@ def _with_states(
         StateSize(slot_bytes, checkpoint_bytes, recurrent.grid_tokens),
         context_length=shape.context_length or pool.tokens_per_block,
         num_seats_set=0 if steps is None else steps.max_num_sequences,
-        most_seats=MOST_SEATS_OF_CPU,
+        most_seats=most_seats(gpu_bytes, default_step_tokens(gpu_bytes)),
         keeps_prefixes=True,
     )
     return replace(

@@ -1,0 +1,271 @@
+"""Recurrent layers on a GPU, under Triton's interpreter: the bits of a position do not depend on the steps, and logits
+and tokens are those of transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence as ReadOnlyList
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
+
+from inflight.common.kv_size import num_slots
+from inflight.common.model_source import resolve_model
+from inflight.executor.forward.gpu import GpuForward
+from inflight.executor.gpu.graphs import Bucket, Capture
+from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.model.loader import load_model
+from inflight.executor.model.model import PagedModel
+from inflight.executor.recurrent.gpu_mixer import GpuMixer
+from inflight.executor.recurrent.gpu_states import GpuStates
+from inflight.executor.recurrent.mixer import MixerShape, StateSizes, StateStep
+from inflight.executor.scheduler.blocks import BlockPool
+from inflight.executor.scheduler.limits import Overcommit, SchedulerLimits, SchedulerPolicy, StateLimits
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import PlanRow, Sequence, StepPlan
+from inflight.executor.step.batch import pack
+from tests.kernels.pins import compile_for, faults
+from tests.kernels.test_gpu_graphs import Captured
+from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS
+from tests.property.test_hybrid_models import TOKENS, sequence_of
+from tests.property.test_native_hybrid import WITH_EXPERTS
+from tests.property.test_recurrent_mixers import (
+    LENGTH,
+    MAX_DRAFTS,
+    NUM_SEQUENCES,
+    SIZES,
+    Layer,
+    Progress,
+    Row,
+    run,
+    step,
+)
+from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.device.greedy import assert_greedy
+from tests.support.scheduler.drafting import CHEAP, GuessingProposer, eager
+from tests.support.scheduler.scheduling import run_overlapped
+
+CPU = torch.device("cpu")
+NUM_BLOCKS, NUM_CHECKPOINTS = 40, 4
+# Odd sizes: 5 heads of 12 on one KV head, four weights of a convolution, biases; and heads whose sizes are no powers of
+# two, two heads of values for each of keys, and a rotary embedding of half a head.
+FAMILY: dict[str, PretrainedConfig] = {
+    "lfm2": Lfm2Config(
+        **sizes(hidden_size=60, intermediate_size=72, num_hidden_layers=3, num_attention_heads=5, head_dim=12)
+        | {"num_key_value_heads": 1},
+        layer_types=["conv", "full_attention", "conv"],
+        conv_L_cache=4,
+        conv_bias=True,
+        block_auto_adjust_ff_dim=False,
+    ),
+    "qwen3_5": Qwen3_5TextConfig(
+        **sizes(hidden_size=52, head_dim=24, initializer_range=0.1),
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=12,
+        linear_value_head_dim=20,
+        linear_conv_kernel_dim=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+}
+SHAPES = {"lfm2": MixerShape(4, 10), "qwen3_5": MixerShape(4, 64, 1, 2, 12, 20)}
+
+
+def random_layer(name: str, device: torch.device, shape: MixerShape | None = None) -> Layer:
+    """A recurrent layer between its projections, with random weights."""
+    shape = shape or SHAPES[name]
+    generator = torch.Generator().manual_seed(1)
+    sizes = (shape.num_heads, shape.num_heads, shape.value_dim) if shape.num_heads else (shape.channels,)
+    taps, *vectors = (
+        torch.randn(size, generator=generator).to(device)
+        for size in ((shape.conv_width, shape.channels), *((size,) for size in sizes))
+    )
+    if shape.num_heads:
+        # Some heads forget at once, others hardly.
+        vectors[0] = -torch.tensor([0.01, 3.0] * (shape.num_heads // 2), device=device)
+    mixer, states = GpuMixer(shape, taps, tuple(vectors), 1), GpuStates(shape, 2, torch.float32, device)
+    states.reserve(SIZES)
+    columns = shape.channels + shape.depth + 2 * shape.num_heads if shape.num_heads else 3 * shape.channels
+
+    def compute(inputs: Tensor, step: StateStep) -> Tensor:
+        rows = torch.from_numpy(states.follow(step.batch))
+        batch = replace(step.batch, state_rows=rows).to(device)
+        repeats = -(-columns // inputs.shape[1])
+        projected = inputs.repeat(1, repeats)[:, :columns].contiguous().to(device)
+        return mixer.mix(projected, batch, states.tensors, 1e-6).cpu()
+
+    return compute
+
+
+def check_bits(name: str, device: torch.device, seed: int, shape: MixerShape | None = None) -> None:
+    """Asserts that positions alone have the bits that they have in random steps, with drafts that are not accepted, in
+    other slots and behind checkpoints."""
+    rng = random.Random(seed)
+    alone = [run(random_layer(name, device, shape), [Row(n, n, 0, LENGTH)])[0] for n in range(NUM_SEQUENCES)]
+    progress = Progress(random_layer(name, device, shape), list(range(NUM_SEQUENCES)))
+    while any(place < LENGTH for place in progress.places):
+        step(progress, rng)
+    for number in range(NUM_SEQUENCES):
+        found = torch.cat(progress.outputs[number])
+        assert torch.equal(found, alone[number]), f"{(found != alone[number]).any(-1).nonzero()[:, 0].tolist()}"
+
+
+def load(folder: Path, device_name: str = "cpu", dtype_name: str = "float32") -> PagedModel:
+    source = resolve_model(str(folder))
+    return load_model(source, dtype_name=dtype_name, backend_name="triton", device_name=device_name)
+
+
+def check_logits(folder: Path, model: PagedModel, length: int, chunks: tuple[int, ...]) -> None:
+    """Asserts that logits of all positions are those of transformers, in float32."""
+    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    assert isinstance(model.forward, GpuForward)
+    assert model.forward.states is not None
+    model.forward.states.reserve(StateSizes(2, 0, MAX_DRAFTS))
+    model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    sequence = sequence_of("r", TOKENS[:length], 1)
+    sequence.state_slot, sequence.block_table = 1, list(range(1, 1 + -(-length // BLOCK_SIZE)))
+    logits, start = [], 0
+    for chunk in chunks:
+        batch = pack(StepPlan.of([PlanRow(sequence, start, chunk, samples=True)]), BLOCK_SIZE)
+        logits.append(model.logits(replace(batch, logit_rows=torch.arange(chunk))).cpu())
+        start += chunk
+    with torch.inference_mode():
+        expected = network(torch.tensor([TOKENS[:length]])).logits[0]
+    assert (torch.cat(logits) - expected).abs().max() <= 1e-4
+
+
+def limits_of(model: PagedModel, num_checkpoints: int = NUM_CHECKPOINTS, **changes: Any) -> SchedulerLimits:
+    """Makes room for the state, and returns the limits."""
+    assert model.forward.states is not None
+    limits = replace(LIMITS, **{"context_length": 96, "max_num_tokens": 96} | changes)
+    slots = num_slots(limits.max_num_sequences)
+    model.forward.states.reserve(StateSizes(slots, num_checkpoints, limits.max_drafts))
+    grid_tokens = max(BLOCK_SIZE, model.forward.states.grid_tokens)
+    return replace(limits, states=StateLimits(slots, num_checkpoints, grid_tokens, frozenset({2})))
+
+
+def runner_of(model: PagedModel, limits: SchedulerLimits, capture_graphs: Capture | None, **options: Any) -> GpuRunner:
+    assert isinstance(model.forward, GpuForward)
+    model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    return GpuRunner(model.forward.decoder, model.kv, limits, BLOCK_SIZE, capture_graphs=capture_graphs, **options)
+
+
+def check_runner(folder: Path, model: PagedModel, capture_graphs: Capture | None, num_tokens: int) -> None:
+    """Asserts that requests get the tokens of transformers, the later ones behind a checkpoint of the earlier."""
+    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    limits = limits_of(model)
+    runner = runner_of(model, limits, capture_graphs, max_graph_tokens=16)
+    runner.prepare()
+    scheduler = Scheduler(limits, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
+    for crowd in ((TOKENS[:70], TOKENS[100:119]), (TOKENS[:68], TOKENS[:64] + TOKENS[90:93], TOKENS[40:43])):
+        sequences = [sequence_of(f"{len(prompt)} of {len(crowd)}", prompt, num_tokens) for prompt in crowd]
+        for sequence in sequences:
+            assert scheduler.offer(sequence) is None
+        run_overlapped(scheduler, runner)
+        for sequence, prompt in zip(sequences, crowd, strict=True):
+            assert_greedy(network, list(prompt), sequence.token_ids[len(prompt) :])
+    scheduler.check_when_idle()
+    assert scheduler.prefix_cache.num_hit_tokens == 128, "both later prompts begin behind the checkpoint at 64"
+    runner.close()
+
+
+def check_drafts(model: PagedModel, capture_graphs: Capture | None, num_tokens: int) -> None:
+    """Asserts that requests get with drafts, of which some are wrong, and with so few blocks that they are preempted,
+    the tokens that they get alone."""
+    prompts = (TOKENS[:61], TOKENS[100:130], TOKENS[:5], TOKENS[:50])
+    few = Overcommit(watermark=0.0, margin=0.0, max_steps_away=100_000)
+    expected = []
+    limits = limits_of(model, enable_prefix_cache=False)
+    for number, prompt in enumerate(prompts):
+        alone = sequence_of(str(number), prompt, num_tokens)
+        run_requests(model, limits, [alone], Scheduler(limits, BlockPool(NUM_BLOCKS, BLOCK_SIZE)), capture_graphs)
+        expected.append(alone.token_ids)
+
+    def guess(ids: ReadOnlyList[int]) -> int:
+        text = next((text for text in expected if text[:5] == list(ids[:5]) and len(ids) < len(text)), None)
+        right = 0 if text is None else text[len(ids)]
+        return (right + 1) % VOCABULARY_SIZE if len(ids) % 4 == 0 else right
+
+    limits = limits_of(model, max_drafts=MAX_DRAFTS, policy=SchedulerPolicy.MAX_UTILIZATION, overcommit=few)
+    drafting = eager(lambda: GuessingProposer(guess), checks_grammar=False)
+    scheduler = Scheduler(limits, BlockPool(7, BLOCK_SIZE), drafting)
+    drafted = [sequence_of(str(number), prompt, num_tokens) for number, prompt in enumerate(prompts)]
+    for sequence in drafted:
+        sequence.num_reserved_blocks = sequence.num_prompt_tokens // BLOCK_SIZE + 1
+    run_requests(model, limits, drafted, scheduler, capture_graphs)
+    assert [sequence.token_ids for sequence in drafted] == expected
+    assert scheduler.num_preemptions > 0
+    assert 0 < scheduler.draft_counts.num_accepted < scheduler.draft_counts.num_verified
+
+
+def run_requests(
+    model: PagedModel,
+    limits: SchedulerLimits,
+    sequences: list[Sequence],
+    scheduler: Scheduler,
+    capture_graphs: Capture | None,
+) -> None:
+    runner = runner_of(model, limits, capture_graphs, max_graph_tokens=16)
+    runner.prepare()
+    for sequence in sequences:
+        assert scheduler.offer(sequence) is None
+    run_overlapped(scheduler, runner, terms=CHEAP)
+    runner.close()
+    scheduler.check_when_idle()
+
+
+@pytest.fixture(autouse=True)
+def _no_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that compile kernels compile nothing in the interpreter."""
+    monkeypatch.setattr("inflight.executor.gpu.runner.warm_up_lengths", lambda *_: [])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_bits_do_not_depend_on_the_steps(name: str) -> None:
+    check_bits(name, CPU, 3)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = save_model(FAMILY[name], tmp_path / name, has_random_vectors=True)
+    check_logits(folder, load(folder), 67, (3, 1, 59, 1, 3))
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_logits_of_models_with_experts_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """Loading compares them, in chunks and decodes."""
+    folder = save_model(WITH_EXPERTS[name], tmp_path / name, has_random_vectors=True)
+    assert isinstance(load(folder).forward, GpuForward)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(590)
+def test_compiled_kernels_keep_all_numbers_in_registers(tmp_path: Path) -> None:
+    result = compile_for([90], tmp_path, "--recurrent")
+    compiled = [json.loads(line) for line in result.stdout.splitlines()]
+    assert {kernel["kernel"] for kernel in compiled} > {"short_conv_kernel", "delta_rule_kernel"}, result.stderr
+    assert not faults(compiled, 90)
+    assert not [kernel for kernel in compiled if kernel["spill_bytes"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILY)
+def test_tokens_of_replayed_steps_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    folder = save_model(FAMILY[name], tmp_path / name, has_random_vectors=True)
+    captured = Captured({})
+    check_runner(folder, load(folder), captured, 4)
+    assert captured.replays[Bucket.of_decodes(2)] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILY)
+def test_tokens_do_not_depend_on_drafts_and_preemption(tmp_path: Path, name: str) -> None:
+    folder = save_model(FAMILY[name], tmp_path / name, has_random_vectors=True)
+    check_drafts(load(folder), None, 12)

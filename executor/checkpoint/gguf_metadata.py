@@ -141,7 +141,7 @@ class _Keys:
         mapping: Any = GGUF_CONFIG_MAPPING.get(name, {})
         self.own = architecture_of(header)
         if self.own is not None:
-            mapping = SIZES | self.own.fields
+            mapping = {**SIZES, **self.own.fields}
         self.mapping: Mapping[str, str] = {key: field for key, field in mapping.items() if field is not None}
         self.applied = set(self.mapping)
 

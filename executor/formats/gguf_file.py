@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -74,7 +74,7 @@ def _weights(header: GgufHeader, network: PreTrainedModel) -> Iterator[tuple[str
         match = LAYER_TENSOR.fullmatch(tensor.name)
         tensors = of_network if match is None else of_layers.setdefault(int(match[1]), {})
         tensors[tensor.name if match is None else match[2]] = tensor
-    groups: list[tuple[str, Mapping[str, GgufTensor]]] = [
+    groups: list[tuple[str, dict[str, GgufTensor]]] = [
         (f"model.layers.{number}.", tensors) for number, tensors in sorted(of_layers.items())
     ]
     for prefix, tensors, of_part in [("", of_network, rules[0]), *((*group, rules[1]) for group in groups)]:

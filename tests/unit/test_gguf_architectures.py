@@ -57,10 +57,15 @@ DELTA: dict[str, Any] = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 64,
 }
-HYBRID = sizes(**WIDE, num_hidden_layers=3, head_dim=32)
-CHOICE = {"num_experts": 5, "num_experts_per_tok": 2}
-SHARED = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 64}
-MROPE = {"rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+HYBRID: dict[str, Any] = sizes(**WIDE, num_hidden_layers=3, head_dim=32)
+CHOICE: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2}
+SHARED: dict[str, Any] = {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 64}
+MROPE: dict[str, Any] = {
+    "rope_theta": 1e4,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+    "partial_rotary_factor": 0.25,
+}
 
 
 def configs() -> dict[str, PretrainedConfig]:

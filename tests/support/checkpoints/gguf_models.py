@@ -82,8 +82,8 @@ def save_gguf_model(
     """Makes a file with matrices of these types in turn, those whose rows have no whole blocks in float32. `keys` are
     added. Returns the folder of the dense model in float32."""
     config.vocab_size = NUM_TOKENS
-    save = save_gpt_oss if architecture == "gpt-oss" else _save
-    dense = save(path.with_name(f"{path.stem}-dense"), config)  # type: ignore[operator]
+    save: Any = save_gpt_oss if architecture == "gpt-oss" else _save
+    dense: Path = save(path.with_name(f"{path.stem}-dense"), config)
     network: Any = AutoModelForCausalLM.from_pretrained(str(dense), dtype=torch.float32)
     network.requires_grad_(False)
     weights = network.state_dict()
@@ -182,7 +182,8 @@ def _by_part(config: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
 def _arranged(architecture: str, config: Any, module: str, weight: Tensor) -> Tensor:
     if architecture == "mixtral" and module.startswith(("self_attn.q_proj", "self_attn.k_proj")):
         num_heads = config.num_attention_heads if "q_proj" in module else config.num_key_value_heads
-        return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        rows: Tensor = weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        return rows
     if module == "mlp.experts.down_proj" and architecture == "gpt-oss":
         return weight.transpose(1, 2)
     if "conv" in module and weight.ndim == 3:
@@ -197,7 +198,8 @@ def _tiled(config: Any, module: str, weight: Tensor) -> Tensor:
     keys, per_key = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
 
     def tiled(part: Tensor, dim: int = 0) -> Tensor:
-        return part.unflatten(dim, (keys, per_key, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+        rows: Tensor = part.unflatten(dim, (keys, per_key, -1)).transpose(dim, dim + 1).flatten(dim, dim + 2)
+        return rows
 
     first = 2 * keys * config.linear_key_head_dim
     if module.startswith(("linear_attn.in_proj_qkv", "linear_attn.conv1d")):

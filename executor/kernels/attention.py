@@ -97,20 +97,13 @@ def attend_decodes_kernel(
     HAS_SINKS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPAN_KEYS: tl.constexpr, IS_PADDED: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Attends for decodes: sequence i has one new token, the i-th of the batch. Grid: programs, KV heads.
-
-    The spans of all sequences are in one order: by sequence, by split, by position. A program computes the splits that
-    begin in its equal part of them.
-    """
-    program, kv_head = tl.program_id(0), tl.program_id(1)
-    num_spans = count_spans(query_starts, context_lengths, num_sequences, WINDOW, SPAN_KEYS, IS_PADDED, SEQUENCES)
-    begin = (program * num_spans // tl.num_programs(0)).to(tl.int32)
-    end = ((program + 1) * num_spans // tl.num_programs(0)).to(tl.int32)
+    """Attends for decodes: sequence i has one new token, the i-th of the batch. Grid: programs, KV heads."""
+    kv_head = tl.program_id(1)
+    sequence, place, begin, end = own_spans(
+        query_starts, context_lengths, num_sequences, WINDOW, SPAN_KEYS, IS_PADDED, SEQUENCES
+    )
     if begin == end:
         return
-    sequence, place = locate_span(
-        query_starts, context_lengths, num_sequences, begin, WINDOW, SPAN_KEYS, IS_PADDED, SEQUENCES
-    )
 
     rows, dims = tl.arange(0, TILE_ROWS), tl.arange(0, PADDED_DIM)
     heads, is_row = kv_head * GROUP + rows % GROUP, rows < GROUP
@@ -126,8 +119,7 @@ def attend_decodes_kernel(
         first_visible, num_visible = visible_spans(context, WINDOW, SPAN_KEYS)
         num_own = tl.cdiv(num_visible - index, NUM_SPLITS)
         if place >= begin:
-            first_span = first_visible + index
-            token = sequence.to(tl.int64)
+            first_span, token = first_visible + index, sequence.to(tl.int64)
             table = block_tables + tl.load(table_rows + sequence).to(tl.int64) * table_stride
             query_offsets = token * query_token_stride + heads[:, None] * query_head_stride
             query_tile = tl.load(queries + query_offsets + dims[None, :], mask=mask, other=0.0)
@@ -150,8 +142,7 @@ def attend_decodes_kernel(
                 tl.store(log_weights + parts, log_weight, mask=is_row)
         place += num_own
         is_last = index + 1 >= tl.minimum(num_visible, NUM_SPLITS)
-        sequence += is_last.to(tl.int32)
-        index = tl.where(is_last, 0, index + 1)
+        sequence, index = sequence + is_last.to(tl.int32), tl.where(is_last, 0, index + 1)
 
 
 @triton.jit
@@ -180,33 +171,32 @@ def spans_of(
 
 
 @triton.jit
-def count_spans(
+def own_spans(
     query_starts, context_lengths, num_sequences, WINDOW: tl.constexpr, SPAN_KEYS: tl.constexpr,
     IS_PADDED: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Returns the number of spans of all decodes, int64, as its product with a number of programs needs."""
+    """Returns the sequence of a program's first span, the number of spans before that sequence, and the program's part
+    `[begin, end)` of all spans, of which it computes the splits that begin there.
+
+    The spans of all sequences are in one order: by sequence, by split, by position.
+    """
     total = 0
     for first in range(0, num_sequences, SEQUENCES):
         spans = spans_of(query_starts, context_lengths, num_sequences, first, WINDOW, SPAN_KEYS, IS_PADDED, SEQUENCES)
         total += tl.sum(spans, 0)
-    return total.to(tl.int64)
+    program, num_programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    begin = (program * total // num_programs).to(tl.int32)
+    end = ((program + 1) * total // num_programs).to(tl.int32)
 
-
-@triton.jit
-def locate_span(
-    query_starts, context_lengths, num_sequences, place, WINDOW: tl.constexpr, SPAN_KEYS: tl.constexpr,
-    IS_PADDED: tl.constexpr, SEQUENCES: tl.constexpr,
-):  # fmt: skip
-    """Returns the sequence of a span, and the number of spans before the sequence."""
     sequence, before, total = 0, 0, 0
     for first in range(0, num_sequences, SEQUENCES):
         spans = spans_of(query_starts, context_lengths, num_sequences, first, WINDOW, SPAN_KEYS, IS_PADDED, SEQUENCES)
         ends = total + tl.cumsum(spans, 0)
-        is_before = (ends <= place) & (spans > 0)
+        is_before = (ends <= begin) & (spans > 0)
         sequence += tl.sum(is_before.to(tl.int32), 0)
         before += tl.sum(tl.where(is_before, spans, 0), 0)
         total += tl.sum(spans, 0)
-    return sequence, before
+    return sequence, before, begin, end
 
 
 @triton.jit

@@ -59,9 +59,10 @@ class ExecutorSettings(ProcessSettings):
     )
     weight_dtype: Literal["auto", "quantized", "quantized_a8", "dense", "int8", "int4", "fp8"] = Field(
         "auto",
-        description="type of the weights; auto: as in the checkpoint, but on a CPU dense for a quantized one "
-        "if that fits and is measured to be clearly faster; quantized: as in a quantized checkpoint; quantized_a8: the "
-        "same, with activations rounded to 8 bits in products, with a scale for each 32, on a CPU only; dense: a "
+        description="type of the weights; auto: as in the checkpoint, but on a CPU quantized_a8, unless dtype is "
+        "float32, or dense for a quantized one if that fits and is measured to be clearly faster; quantized: as in a "
+        "quantized checkpoint; quantized_a8: the same, with activations rounded to 8 bits in products, with a scale "
+        "for each 32, on a CPU only; dense: a "
         "quantized checkpoint is expanded to dtype, which takes more memory; int8: about half the memory of bfloat16, "
         "faster, with activations rounded to int8 in products; int4: a third of the memory, fastest with few "
         "requests, less quality; int8 and int4 on a CPU only; fp8: half the memory of bfloat16, with activations "

@@ -86,6 +86,9 @@ class Packed(IntEnum):
 
 # Parts of which a layer has one for each expert.
 EXPERTS = (Packed.EXPERT_GATE_UP, Packed.EXPERT_DOWN)
+# Projections of attention and mixers, a quarter of a layer's weights, whose rows are never rounded to 8 bits: rounding
+# them changed an answer of the default model that it gives with exact rows.
+EXACT_ROWS = (Packed.QKV, Packed.OUTPUT, Packed.MIXER)
 
 
 class HeadNorms(IntEnum):
@@ -190,7 +193,7 @@ class NativeDecoder:
         and in unusual groups. With `frees_quantized` the memory of each of them is freed when it is packed."""
         for layer, part, first, matrix in _matrices(weights, self.shard):
             if self._keeps_codes(matrix):
-                coded, kept = _coded_part(matrix, first, self.form.dtype, self.form.rounds_rows)
+                coded, kept = _coded_part(matrix, first, self.form.dtype, self._rounds_rows(part))
                 self._calls.inflight_decoder_declare(self._decoder, layer, part, ctypes.byref(coded))
                 del kept
         if self._calls.inflight_decoder_allocate(self._decoder):
@@ -210,6 +213,9 @@ class NativeDecoder:
             if frees_quantized and part is Packed.DOWN:
                 return_free_memory()
 
+    def _rounds_rows(self, part: Packed) -> bool:
+        return self.form.rounds_rows and part not in EXACT_ROWS
+
     def _keeps_codes(self, matrix: Matrix) -> TypeGuard[QuantizedWeight]:
         if self.form.has_int8_weights or self.form.expands_quantized:
             return False
@@ -217,7 +223,7 @@ class NativeDecoder:
 
     def _pack_matrix(self, layer: int, part: Packed, first: int, matrix: Matrix) -> None:
         if self._keeps_codes(matrix):
-            coded, kept = _coded_part(matrix, first, self.form.dtype, self.form.rounds_rows)
+            coded, kept = _coded_part(matrix, first, self.form.dtype, self._rounds_rows(part))
             self._calls.inflight_decoder_pack_codes(self._decoder, layer, part, ctypes.byref(coded))
             del kept
             return

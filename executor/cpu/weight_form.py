@@ -2,9 +2,8 @@
 multiply, as they are or rounded to 8 bits, by measuring on this machine.
 
 Quantized weights are read faster, and dense ones are multiplied faster by some processors and for many rows. Rounded
-rows have a scale for each 32 numbers, as in llama.cpp, which costs the default model 0.3 % of perplexity. They are
-measured and named where they are clearly faster, but never chosen: the default model answered the first question of the
-README wrongly with them. The forms round differently, so executors of one model must have the same one. Measured
+rows have a scale for each 32 numbers, as in llama.cpp; the loss is within the noise of perplexity
+(docs/design/cpu-kernels.md). The forms round differently, so executors of one model must have the same one. Measured
 shares varied by up to nine points, and the bounds of `fastest_form` are far from the ratios of the measured processors,
 so that equal machines choose equally.
 """
@@ -28,13 +27,13 @@ from inflight.executor.native.pool import NativePool
 
 # Prompts of conversations and documents are several times as long as the answers.
 PROMPT_TOKENS_PER_OUTPUT_TOKEN = 4
-# Of the time of the chosen form, what rounded rows may take to be named. Measured for 4 bits in groups of
-# 32 and 32 seats: 0.61 with AVX512-VNNI.
-LARGEST_SHARE_OF_ROUNDED = 0.85
 # Of the time of quantized weights, what dense ones may take to be chosen. They take about three times the memory, and
-# a lone sequence is up to twice as slow. Measured for 4 bits in groups of 32 and 64 seats, of that of quantized ones:
+# a lone sequence is up to twice as slow. Measured for 4 bits in groups of 32 and 64 seats:
 # 0.84 with AMX, 0.77 with AVX2 in float32, 0.80 to 0.91 with AVX512-BF16, 0.99 with AVX-512 in float32.
 LARGEST_SHARE = 0.7
+# Of the time of the form chosen so far, what quantized weights with rounded rows may take to be chosen. Measured for 4
+# bits in groups of 32 and 32 seats: 0.61 of quantized ones with AVX512-VNNI.
+LARGEST_SHARE_OF_ROUNDED = 0.85
 # Of dense weights in the free memory. The KV cache is a share of what is left, so it keeps at least half of its size.
 LARGEST_SHARE_OF_MEMORY = 0.5
 
@@ -59,7 +58,11 @@ class WeightForm(StrEnum):
     DENSE = "dense"
 
 
-_IN_WORDS = {WeightForm.QUANTIZED: "kept as in the checkpoint", WeightForm.DENSE: "expanded"}
+_IN_WORDS = {
+    WeightForm.QUANTIZED: "kept as in the checkpoint",
+    WeightForm.ROUNDED_ROWS: "kept as in the checkpoint and multiply activations of 8 bits",
+    WeightForm.DENSE: "expanded",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,24 +164,24 @@ def choose_form(
 
 def fastest_form(times: Mapping[WeightForm, TokenTimes], num_seats: int) -> FormChoice:
     """Returns the form whose products are faster while every seat is taken, where a token of output comes with
-    `PROMPT_TOKENS_PER_OUTPUT_TOKEN` tokens of prompts. Dense weights must be clearly faster: their time must be at most
-    `LARGEST_SHARE` of that of quantized ones. Rounded rows are never chosen, and named where they are clearly
-    faster."""
+    `PROMPT_TOKENS_PER_OUTPUT_TOKEN` tokens of prompts. It must be clearly faster: the time of dense
+    weights must be at most `LARGEST_SHARE` of that of quantized ones, and that with rounded rows at most
+    `LARGEST_SHARE_OF_ROUNDED` of that of the form that would be chosen without them."""
     of_quantized = times[WeightForm.QUANTIZED].busy_s
     chosen = WeightForm.QUANTIZED
-    if WeightForm.DENSE in times and times[WeightForm.DENSE].busy_s <= LARGEST_SHARE * of_quantized:
-        chosen = WeightForm.DENSE
+    for form, share in ((WeightForm.DENSE, LARGEST_SHARE), (WeightForm.ROUNDED_ROWS, LARGEST_SHARE_OF_ROUNDED)):
+        if form in times and times[form].busy_s <= share * times[chosen].busy_s:
+            chosen = form
     measured = ", ".join(
         f"{form.value} {one.decode_s * 1e6:.2f} and {one.prompt_s * 1e6:.2f} µs ({one.busy_s / of_quantized:.2f})"
         for form, one in times.items()
     )
     reason = (
         f"with {num_seats} sequences a product takes for a token of output and for each of "
-        f"{PROMPT_TOKENS_PER_OUTPUT_TOKEN} of a prompt: {measured}; dense is chosen up to {LARGEST_SHARE:.2f}"
+        f"{PROMPT_TOKENS_PER_OUTPUT_TOKEN} of a prompt: {measured}; dense is chosen up to "
+        f"{LARGEST_SHARE:.2f} of quantized, and {WeightForm.ROUNDED_ROWS.value} up to {LARGEST_SHARE_OF_ROUNDED:.2f} "
+        "of that choice"
     )
-    rounded = times.get(WeightForm.ROUNDED_ROWS)
-    if rounded is not None and rounded.busy_s <= LARGEST_SHARE_OF_ROUNDED * times[chosen].busy_s:
-        reason += "; quantized_a8 is faster, but rounds activations: --weight-dtype quantized_a8 chooses it"
     return FormChoice(chosen, reason)
 
 

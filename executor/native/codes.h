@@ -11,8 +11,8 @@
 // scale a group's products, and without a scale their sums would leave the tiles after each group.
 //
 // A part may ask for rounded rows instead (llama.cpp's Q8_0 and Q8_1): each 32 numbers of a row, or 16 if groups are so
-// small, become int8 with a scale of their own. Their products with codes are sums of integers, exact in every order, so
-// the result is the same bit by bit in every build that has fused multiply-adds. Tiles are not used for them.
+// small, become int8 with a scale of their own. Their products with codes are sums of integers, exact in every order.
+// Tiles are not used for them.
 //
 // A block is 32 columns of a product, as in matmul.h, and of one format. Blocks of a matrix may differ, and some may be
 // plain. A block has 32 float32 factors, and then for each group of the depth

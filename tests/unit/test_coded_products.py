@@ -231,14 +231,6 @@ def test_rounded_rows_may_end_within_a_group(calls: Any, bits: int, depth: int) 
     assert float((found - exact).norm() / exact.norm()) < 0.012
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(len(INSTRUCTION_SETS) < 3, reason="this processor has one build with fused multiply-adds")
-def test_rounded_rows_have_the_same_bits_in_every_build_with_fused_multiply_adds() -> None:
-    weight, rows = random_weight(4, 32), random_rows(33, DEPTH, torch.bfloat16)
-    first, *others = (product(compiled(name), [weight], rows, rounds_rows=True) for name in INSTRUCTION_SETS[:-1])
-    assert all(torch.equal(first, other) for other in others)
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
 @pytest.mark.parametrize("is_symmetric", [False, True])

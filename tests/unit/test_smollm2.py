@@ -56,8 +56,9 @@ def test_greedy_tokens_are_those_of_transformers(
         assert_same(output_ids, reference)
 
 
-def test_bfloat16_knows_the_capital_of_france(prompts: list[list[int]]) -> None:
-    model = load_model(resolve_model(""), dtype_name="bfloat16", device_name="cpu")
+@pytest.mark.parametrize("weight_dtype", ["quantized", "quantized_a8"])
+def test_bfloat16_knows_the_capital_of_france(weight_dtype: str, prompts: list[list[int]]) -> None:
+    model = load_model(resolve_model(""), dtype_name="bfloat16", weight_dtype=weight_dtype, device_name="cpu")
     description = model.description
     assert [layer.shape for layer in model.forward.layout.layers] == [KvShape(num_kv_heads=3, head_dim=64)] * 30
     assert (description.vocabulary_size, description.context_length) == (49152, 8192)

@@ -120,10 +120,9 @@ def load_model(
 ) -> PagedModel:
     """Loads and checks a model. Raises `ModelError` with the reason if it cannot be served.
 
-    `weight_dtype` is `auto` (that of the checkpoint; with `sizes` `quantized_a8` or `dense` for a quantized one if that
-    is measured to be clearly faster), `quantized`, `quantized_a8`, whose products round activations, `dense`, which
-    expands a quantized checkpoint, `int8` or `fp8`, with which layers multiply in that type, or `int4`, which rounds
-    linear layers.
+    `weight_dtype` is `auto` (as in the checkpoint; with `sizes` `quantized_a8` or `dense` if that is clearly faster),
+    `quantized`, `quantized_a8`, whose products round activations, `dense`, which expands a quantized checkpoint, `int8`
+    or `fp8`, with which layers multiply in that type, or `int4`, which rounds linear layers.
     `kv_cache_dtype` is `auto`, `int8` or `fp8`; layers of `kv_cache_skip_layers` keep the dtype of the activations.
     `forward_name` is `auto` (native where the model has a native forward pass) or `transformers`. `pooling_name` is for
     `read_pooling`. `instructions` names the build of the C++ code, and `weight_stream` how it reads the weights;

@@ -78,7 +78,7 @@ def expected(folder: Path) -> list[Tensor]:
 @pytest.mark.parametrize("backend", ["triton", "cpu", "reference"])
 def test_logits_are_those_of_transformers(dense: Path, backend: str, lengths: list[int]) -> None:
     model = load(dense, backend)
-    forwards = {"triton": GpuForward, "cpu": NativeForward, "reference": TransformersForward}
+    forwards: dict[str, type[Any]] = {"triton": GpuForward, "cpu": NativeForward, "reference": TransformersForward}
     assert isinstance(model.forward, forwards[backend])
     for found, wanted, length in zip(logits_of(model, sequences(), lengths), expected(dense), lengths, strict=True):
         ends = [*range(length, len(wanted), length), len(wanted)]

@@ -179,7 +179,7 @@ def check_runner(folder: Path, model: PagedModel, capture_graphs: Capture | None
 def check_drafts(model: PagedModel, capture_graphs: Capture | None, num_tokens: int) -> None:
     """Asserts that requests get with drafts, of which some are wrong, and with so few blocks that they are preempted,
     the tokens that they get alone."""
-    prompts = (TOKENS[:61], TOKENS[100:130], TOKENS[:5], TOKENS[:50])
+    prompts = (TOKENS[:61], TOKENS[100:130], TOKENS[40:45])
     few = Overcommit(watermark=0.0, margin=0.0, max_steps_away=100_000)
     expected = []
     limits = limits_of(model, enable_prefix_cache=False)
@@ -195,7 +195,7 @@ def check_drafts(model: PagedModel, capture_graphs: Capture | None, num_tokens: 
 
     limits = limits_of(model, max_drafts=MAX_DRAFTS, policy=SchedulerPolicy.MAX_UTILIZATION, overcommit=few)
     drafting = eager(lambda: GuessingProposer(guess), checks_grammar=False)
-    scheduler = Scheduler(limits, BlockPool(7, BLOCK_SIZE), drafting)
+    scheduler = Scheduler(limits, BlockPool(8, BLOCK_SIZE), drafting)
     drafted = [sequence_of(str(number), prompt, num_tokens) for number, prompt in enumerate(prompts)]
     for sequence in drafted:
         sequence.num_reserved_blocks = sequence.num_prompt_tokens // BLOCK_SIZE + 1

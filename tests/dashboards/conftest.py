@@ -19,6 +19,8 @@ from inflight.local.stack import LocalStack
 from tests.support.stack.http_pages import page, post_json
 
 MODEL = "SmolLM2-135M-Instruct"
+# Metrics that this system does not have: its executor serves no adapters, and no model with recurrent layers.
+ELSEWHERE = ("inflight_adapter_", "inflight_state_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +79,11 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
         "1",
         "--speculation",
         "ngram",
+        "--executor-class",
+        "small",
     ]
-    options = StackOptions(gateways=1, executor_args=tuple(flags), run_dir=folder / "run")
+    usage = ("--executor-prices", "small=2.50", "--usage-metrics-tenants", "search")
+    options = StackOptions(gateways=1, executor_args=tuple(flags), router_args=usage, run_dir=folder / "run")
     async with LocalStack(options) as stack:
         processes = (*stack.executors, *stack.routers)
         gateway = stack.gateways[0].address

@@ -70,6 +70,7 @@ class FaultyRunner:
             group=1,
             ranks=None,
             num_adapter_slots=0,
+            recurrent_states=None,
         )
         self.runner = runner = GpuRunner(cast(Any, decoder), (), limits, BLOCK_SIZE)
         self.point: str | None = None

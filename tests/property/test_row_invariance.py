@@ -61,10 +61,11 @@ LONG_CASES = [
 @pytest.fixture(scope="module", params=sorted(FORMS))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PagedModel]:
     folder = save_model(LlamaConfig(**sizes()), tmp_path_factory.mktemp("model") / "tiny")
-    with torch_threads(2), pytest.MonkeyPatch.context() as patch:
-        if request.param == "quantized_a8":
-            patch.setattr("inflight.executor.model.loader.load_network", load_quantized)
-        loaded = load_model(resolve_model(str(folder)), device_name="cpu", **FORMS[request.param])
+    with torch_threads(2):
+        with pytest.MonkeyPatch.context() as patch:
+            if request.param == "quantized_a8":
+                patch.setattr("inflight.executor.model.loader.load_network", load_quantized)
+            loaded = load_model(resolve_model(str(folder)), device_name="cpu", **FORMS[request.param])
         assert isinstance(loaded.forward, NativeForward)
         loaded.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
         loaded.forward.decoder.reserve_adapters(NUM_ADAPTERS, MAX_RANK)

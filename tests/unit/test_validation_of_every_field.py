@@ -83,6 +83,7 @@ SUPPORTED = frozenset(
         "constraint.choice",
         "constraint.max_whitespace",
         "output.text",
+        "output.resources",
         "output.token_ids",
         "output.logprobs",
         "output.top_logprobs",

@@ -288,9 +288,7 @@ class Engine:
     def _make_way(self, output: EngineOutput) -> None:
         """Hands sequences of class batch back to their routers whose seats others wait for."""
         for sequence in self._scheduler.giving_way():
-            event = self._scheduler.cancel(sequence.request_id, sequence.attempt, FinishReason.PREEMPTED)
-            if event is not None:
-                output.finished.append(event)
+            self._cancel(sequence.request_id, sequence.attempt, FinishReason.PREEMPTED, output)
 
     def _retire(self, plan: StepPlan, load: StepLoad, counts: PlanCounts, step: PendingStep) -> None:
         """Reads the tokens of a step and publishes its outcome."""

@@ -202,7 +202,7 @@ def test_a_step_is_not_launched_before_the_tokens_that_its_rows_depend_on_are_re
 
 
 def test_penalties_biases_and_allowed_ids_keep_the_overlap(folder: Path) -> None:
-    # Given rows whose newest token is known to the device alone when they are changed, and ends that nobody foresees
+    # Given rows whose newest token is only on the device when they are changed, and ends that the host cannot predict
     changes = (
         Processors(frequency_penalty=0.9),
         Processors(((3, 2.0), (9, 4.0)), presence_penalty=0.5),

@@ -12,7 +12,6 @@ import json
 import string
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -122,17 +121,7 @@ def _config(name: str, *, is_tiny: bool) -> PretrainedConfig:
     if name == "qwen3.5-0.8b":
         layer_types = {"layer_types": ["linear_attention", "full_attention"]}
         return Qwen3_5TextConfig(**QWEN3_5 | (TINY | TINY_RECURRENT | layer_types if is_tiny else {}))
-    sizes = asdict(SHAPES[name])
-    config = {
-        "hidden_size": sizes["hidden_size"],
-        "intermediate_size": sizes["intermediate_size"],
-        "num_hidden_layers": sizes["num_layers"],
-        "num_attention_heads": sizes["num_heads"],
-        "num_key_value_heads": sizes["num_kv_heads"],
-        "head_dim": sizes["head_dim"],
-        "tie_word_embeddings": sizes["has_tied_embeddings"],
-    }
-    return LlamaConfig(**config | (TINY if is_tiny else {}))
+    return LlamaConfig(**SHAPES[name].config_fields | (TINY if is_tiny else {}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

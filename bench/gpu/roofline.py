@@ -9,6 +9,7 @@ Caches, launches and activations are left out, so no step can be faster and ever
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 ELEMENT_BYTES = 2  # bfloat16
 SCALE_BYTES = 4  # of a key or a value in FP8
@@ -27,6 +28,20 @@ class ModelShape:
     intermediate_size: int
     vocabulary_size: int
     has_tied_embeddings: bool
+
+    @property
+    def config_fields(self) -> dict[str, Any]:
+        """The sizes by the names of transformers' `LlamaConfig`."""
+        return {
+            "vocab_size": self.vocabulary_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "tie_word_embeddings": self.has_tied_embeddings,
+        }
 
     @property
     def layer_weights(self) -> int:

@@ -57,17 +57,7 @@ class GpuSession:
     weights of layers, keys and values."""
 
     def __init__(self, shape: ModelShape, *, is_fp8: bool = False) -> None:
-        config = LlamaConfig(
-            vocab_size=shape.vocabulary_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            max_position_embeddings=CONTEXT_LENGTH,
-            tie_word_embeddings=shape.has_tied_embeddings,
-        )
+        config = LlamaConfig(**shape.config_fields, max_position_embeddings=CONTEXT_LENGTH)
         self._gpu = torch.device("cuda", 0)
         backend = choose_backend("triton", self._gpu, DTYPE, [KvShape(shape.num_kv_heads, shape.head_dim)]).backend
         self._model = make_model(config, backend, DTYPE, self._gpu, is_fp8=is_fp8)

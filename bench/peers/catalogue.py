@@ -95,7 +95,6 @@ def parse_peer(text: str) -> tuple[PeerChoice, ...]:
 def peer_environment(peer: PeerChoice, base: Mapping[str, str], cores: Sequence[int]) -> dict[str, str]:
     """Returns the environment of a peer's driver, with the cores and its settings: that of this process, without the
     project's packages if the peer has an environment of its own."""
-    kept = {name: value for name, value in base.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "INFLIGHT_"))}
     common = {
         "OMP_NUM_THREADS": str(len(cores)),
         "HF_HUB_OFFLINE": "1",
@@ -103,12 +102,9 @@ def peer_environment(peer: PeerChoice, base: Mapping[str, str], cores: Sequence[
     }
     if peer.name in BUILT_IN:
         return {**base, **common}
-    return {
-        **kept,
-        "PYTHONPATH": str(SOURCES),
-        **common,
-        **(_vllm_environment(peer, cores) if peer.name == "vllm" else {}),
-    }
+    kept = {name: value for name, value in base.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "INFLIGHT_"))}
+    own = {"PYTHONPATH": str(SOURCES), **(_vllm_environment(peer, cores) if peer.name == "vllm" else {})}
+    return {**kept, **common, **own}
 
 
 def _vllm_environment(peer: PeerChoice, cores: Sequence[int]) -> dict[str, str]:

@@ -1,5 +1,8 @@
-"""A driver of transformers itself, on a GPU where torch finds one: its continuous batching, or static batches by
-`generate`, which also serve models with recurrent state. Greedy. Runs in inflight's own environment."""
+"""A driver of `transformers` on its own, on a GPU where torch finds one: static batches with `generate`, which also
+serve models with recurrent state, or its continuous batching.
+
+It runs in our own environment, which has the library anyway.
+"""
 
 from __future__ import annotations
 
@@ -9,65 +12,129 @@ from collections import deque
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BatchEncoding,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    StoppingCriteriaList,
+)
+from transformers import __version__ as transformers_version
 
-from inflight.bench.peers.driver import CannotRun, DrivenEngine, Request, Setup, TokenBatch, serve
+from inflight.bench.peers.driver import DrivenEngine, Request, Setup, TokenBatch, serve
 
 PAD_ID = 0
-# Longer than any step.
-TIMEOUT_S = 600.0
+# Continuous batching counts pages of so many tokens; small ones waste little on short requests.
+PAGE_TOKENS = 32
+MAX_BATCH_TOKENS = 2048
+# Bounds the wait for an answer where nothing else does, so that a dead thread is found out.
+LONGEST_WAIT_S = 60.0
+
+
+class StaticEngine:
+    """`generate` on the waiting requests, up to a batch. It ends with its longest answer; none joins before."""
+
+    def __init__(self, model: Any, setup: Setup) -> None:
+        self._model = model
+        self._batch_size = setup.seats
+        self._waiting: deque[Request] = deque()
+        self._num_steps = 0
+
+    def describe(self) -> dict[str, str]:
+        return words_of(self._model, f"generate, batches of {self._batch_size}")
+
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def advance(self, wait_s: float | None) -> list[TokenBatch]:
+        """Computes one whole batch."""
+        batch = [self._waiting.popleft() for _ in range(min(self._batch_size, len(self._waiting)))]
+        times = StepTimes()
+        longest = max(len(request.prompt_ids) for request in batch)
+        padding = [longest - len(request.prompt_ids) for request in batch]
+        inputs = BatchEncoding(
+            {
+                "input_ids": [[PAD_ID] * pad + r.prompt_ids for pad, r in zip(padding, batch, strict=True)],
+                "attention_mask": [[0] * pad + [1] * (longest - pad) for pad in padding],
+            },
+            tensor_type="pt",
+        ).to(self._model.device)
+        config = GenerationConfig(
+            max_new_tokens=max(request.output_tokens for request in batch), do_sample=False, pad_token_id=PAD_ID
+        )
+        self._model.generate(**inputs, generation_config=config, stopping_criteria=StoppingCriteriaList([times]))
+        self._num_steps += len(times.at)
+        return [
+            TokenBatch(at, [(request.id, 1) for request in batch if index < request.output_tokens])
+            for index, at in enumerate(times.at)
+        ]
+
+    def figures(self) -> dict[str, float]:
+        num_steps, self._num_steps = self._num_steps, 0
+        return {"num_steps": num_steps}
+
+
+class StepTimes:
+    """A criterion that stops nothing and notes when each step came to its end."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        """Called by `generate` after each step, with a row for each sequence."""
+        if input_ids.is_cuda:
+            torch.cuda.synchronize()
+        self.at.append(time.monotonic())
+        return input_ids.new_zeros(input_ids.shape[0], dtype=bool)
 
 
 class ContinuousEngine:
-    """Continuous batching with its own defaults, except for the number of requests in a batch, and on a CPU of blocks:
-    by default the cache takes most of a machine's memory."""
+    """The library's own continuous batching, which runs on a thread. Its cache holds the longest request on every seat:
+    by default it takes most of the memory."""
 
-    def __init__(self, setup: Setup) -> None:
-        network, self._words = _load(setup)
-        self._num_received: dict[int, int] = {}
-        if not hasattr(network, "init_continuous_batching"):
-            raise CannotRun("this version of transformers has no continuous batching")
-        self._batching = network.init_continuous_batching(
+    def __init__(self, model: Any, setup: Setup) -> None:
+        self._model = model
+        num_pages = setup.seats * -(-setup.max_request_tokens // PAGE_TOKENS)
+        self._batching = model.init_continuous_batching(
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=PAD_ID),
             continuous_batching_config=ContinuousBatchingConfig(
+                page_size=PAGE_TOKENS,
+                num_blocks=num_pages,
+                max_batch_tokens=MAX_BATCH_TOKENS,
                 max_requests_per_batch=setup.seats,
-                num_blocks=None if torch.cuda.is_available() else setup.seats * _num_blocks(setup),
             ),
         )
         self._batching.start()
-        # What is made at the first step is not in the times.
-        self.add(Request(0, list(range(3, 20)), 8, 0.0))
-        while self._num_received[0] < 8:
-            self.advance(None)
+        self._num_seen: dict[str, int] = {}
+        # The library keys what it holds by id, which must differ from run to run.
+        self._run = 0
 
     def describe(self) -> dict[str, str]:
-        return self._words
+        return words_of(self._model, "its continuous batching")
 
     def add(self, request: Request) -> None:
-        self._num_received[request.id] = 0
+        name = f"{self._run}-{request.id}"
+        self._num_seen[name] = 0
         self._batching.add_request(
-            request.prompt_ids, request_id=str(request.id), max_new_tokens=request.output_tokens, streaming=True
+            request.prompt_ids, request_id=name, max_new_tokens=request.output_tokens, streaming=True, eos_token_id=-1
         )
 
     def advance(self, wait_s: float | None) -> list[TokenBatch]:
-        """Waits for one result, and takes those that are there too."""
-        result, tokens = self._batching.get_result(timeout=TIMEOUT_S if wait_s is None else wait_s), []
-        at_s = time.monotonic()
-        while result is not None:
-            if result.error is not None:
-                raise RuntimeError(f"transformers' continuous batching failed: {result.error}")
-            number = int(result.request_id)
-            num_new = len(result.generated_tokens) - self._num_received[number]
-            if num_new > 0:
-                self._num_received[number] += num_new
-                tokens.append((number, num_new))
-            result = self._batching.get_result(timeout=0.0)
-        if wait_s is None and not tokens:
-            raise RuntimeError(f"transformers' continuous batching produced nothing in {TIMEOUT_S:.0f} s")
-        return [TokenBatch(at_s, tokens)] if tokens else []
+        """What has come; waits for the first of it."""
+        result = self._batching.get_result(timeout=LONGEST_WAIT_S if wait_s is None else max(wait_s, 0.001))
+        if result is None:
+            if not self._batching.is_running():
+                raise RuntimeError("continuous batching has ended")
+            return []
+        if result.error is not None:
+            raise RuntimeError(result.error)
+        number = len(result.generated_tokens) - self._num_seen[result.request_id]
+        self._num_seen[result.request_id] += number
+        return [TokenBatch(time.monotonic(), [(int(result.request_id.partition("-")[2]), number)])] if number else []
 
     def figures(self) -> dict[str, float]:
+        self._run += 1
+        self._num_seen.clear()
         return {}
 
     def close(self) -> None:
@@ -75,63 +142,17 @@ class ContinuousEngine:
         self._batching.stop(block=True)
 
 
-class StaticEngine:
-    """Static batches in order of arrival: each ends with its longest output."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._network, self._words = _load(setup)
-        self._seats = setup.seats
-        self._waiting: deque[Request] = deque([Request(0, list(range(3, 20)), 2, 0.0)])
-        self.advance(None)
-
-    def describe(self) -> dict[str, str]:
-        return self._words
-
-    def add(self, request: Request) -> None:
-        self._waiting.append(request)
-
-    def advance(self, wait_s: float | None) -> list[TokenBatch]:
-        """Serves a batch. `generate` gives its tokens at its end."""
-        batch = [self._waiting.popleft() for _ in range(min(self._seats, len(self._waiting)))]
-        longest = max(len(request.prompt_ids) for request in batch)
-        token_ids = torch.full((len(batch), longest), PAD_ID)
-        mask = torch.zeros_like(token_ids)
-        for row, request in enumerate(batch):
-            token_ids[row, longest - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids)
-            mask[row, longest - len(request.prompt_ids) :] = 1
-        with torch.inference_mode():
-            self._network.generate(
-                token_ids.to(self._network.device),
-                attention_mask=mask.to(self._network.device),
-                do_sample=False,
-                max_new_tokens=max(request.output_tokens for request in batch),
-                eos_token_id=None,
-                pad_token_id=PAD_ID,
-            )
-        return [TokenBatch(time.monotonic(), [(request.id, request.output_tokens) for request in batch])]
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
-
-def _num_blocks(setup: Setup) -> int:
-    page_size = ContinuousBatchingConfig().page_size
-    return -(-setup.max_request_tokens // page_size)
-
-
-def _load(setup: Setup) -> tuple[Any, dict[str, str]]:
-    torch.set_num_threads(setup.num_threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, setup.dtype)
-    network: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=dtype, attn_implementation="sdpa")
-    engine = f"transformers {transformers.__version__}, torch {torch.__version__}"
-    words = {"engine": engine, "device": device, "dtype": setup.dtype, "batching": setup.variant}
-    return network.to(device).eval(), words
+def words_of(model: Any, mode: str) -> dict[str, str]:
+    """What runs, in words."""
+    return {"engine": f"transformers {transformers_version}", "mode": mode, "device": model.device.type}
 
 
 def make_engine(setup: Setup) -> DrivenEngine:
-    """Returns the engine of the variant."""
-    return StaticEngine(setup) if setup.variant == "static" else ContinuousEngine(setup)
+    """Returns the engine of a variant."""
+    model: Any = AutoModelForCausalLM.from_pretrained(setup.model, dtype=setup.dtype, attn_implementation="sdpa")
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    model.generation_config = GenerationConfig()
+    return StaticEngine(model, setup) if setup.variant == "static" else ContinuousEngine(model, setup)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,13 @@ itself does after a second of silence.
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+# A notification may be lost, as vLLM's own limit of 5 s for idle readers allows for. All notifications to a process
+# were lost after it had been stopped and continued.
+LONGEST_WAIT_MS = 2
 
 
 class WaitingExecutor(MultiprocExecutor):  # type: ignore[misc]
@@ -17,5 +23,12 @@ class WaitingExecutor(MultiprocExecutor):  # type: ignore[misc]
         super()._init_executor()
         for queue in self.response_mqs:
             # None where the workers are on another machine.
-            if (waiting := getattr(queue, "_spin_condition", None)) is not None:
-                waiting.busy_loop_s = 0.0
+            if (condition := getattr(queue, "_spin_condition", None)) is not None:
+                _sleep(condition)
+
+
+def _sleep(condition: Any) -> None:
+    """Makes a reader sleep until it is notified, at most LONGEST_WAIT_MS; then it looks at the shared memory again."""
+    wait = condition.wait
+    condition.busy_loop_s = 0.0
+    condition.wait = lambda timeout_ms=None: wait(timeout_ms=min(timeout_ms or LONGEST_WAIT_MS, LONGEST_WAIT_MS))

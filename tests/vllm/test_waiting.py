@@ -13,10 +13,13 @@ INTERFACE = "vllm.v1.executor.multiproc_executor"
 MODULE = "inflight.executor.vllm.waiting"
 
 
-def test_engine_process_does_not_spin_for_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_process_sleeps_until_its_workers_notify_it_or_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits_ms: list[int] = []
+
     class Base:
         def _init_executor(self) -> None:
-            local = SimpleNamespace(_spin_condition=SimpleNamespace(busy_loop_s=1.0))
+            condition = SimpleNamespace(busy_loop_s=1.0, wait=lambda *, timeout_ms: waits_ms.append(timeout_ms))
+            local = SimpleNamespace(_spin_condition=condition)
             self.response_mqs = [local, SimpleNamespace(_spin_condition=None), SimpleNamespace()]
 
     parts = INTERFACE.split(".")
@@ -27,4 +30,8 @@ def test_engine_process_does_not_spin_for_its_workers(monkeypatch: pytest.Monkey
     executor = importlib.import_module(MODULE).WaitingExecutor()
     del sys.modules[MODULE]
     executor._init_executor()
-    assert executor.response_mqs[0]._spin_condition.busy_loop_s == 0.0
+    condition = executor.response_mqs[0]._spin_condition
+    assert condition.busy_loop_s == 0.0
+    for timeout_ms in (None, 5000, 1):
+        condition.wait(timeout_ms=timeout_ms)
+    assert waits_ms == [2, 2, 1]

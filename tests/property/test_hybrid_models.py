@@ -127,7 +127,7 @@ CONFIGS["granite_hybrid-native"] = GraniteMoeHybridConfig(
 # A mixer with nothing behind it, in the middle and at the end.
 CONFIGS["nemotron_h-native"] = NemotronHConfig(
     **CONFIGS["nemotron_h"].to_dict()
-    | {"head_dim": 16, "mamba_head_dim": 16, "ssm_state_size": 32, "routed_scaling_factor": 1.5}
+    | {"head_dim": 16, "hidden_size": 64, "mamba_head_dim": 16, "ssm_state_size": 32, "routed_scaling_factor": 1.5}
     | {
         "layers_block_type": [
             "linear_attention",

@@ -231,14 +231,14 @@ def mamba2_inputs_kernel(
         heads = tl.arange(0, PADDED_HEADS)
         is_head = heads < NUM_HEADS
         rate = tl.load(rates + heads, mask=is_head, other=0.0)
-        biases = tl.load(gate_bias + heads, mask=is_head, other=0.0)
+        of_gates = tl.load(gate_bias + heads, mask=is_head, other=0.0)
         least, most = tl.load(limits), tl.load(limits + 1)
         for begin in range(split * TILE, end - start, NUM_SPLITS * TILE):
             positions = start + begin + tl.arange(0, TILE)
             tokens = (origin + positions).to(tl.int64)[:, None]
             mask = (positions < end)[:, None] & is_head[None, :]
             source = inputs + tokens * token_stride + CHANNELS + heads[None, :]
-            x = tl.load(source, mask=mask, other=0.0).to(tl.float32) + biases[None, :]
+            x = tl.load(source, mask=mask, other=0.0).to(tl.float32) + of_gates[None, :]
             steps = tl.minimum(tl.maximum(softplus(x), least), most)
             target = gates + tokens * (2 * NUM_HEADS) + heads[None, :]
             tl.store(target, rate[None, :] * steps, mask=mask)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from hypothesis import given, settings
@@ -64,10 +65,10 @@ def gated_delta(*, corrects: bool = True) -> Layer:
     return compute
 
 
-LAYERS = {
+LAYERS: dict[str, Callable[[], Layer]] = {
     "short convolution": short_conv,
     "gated delta net": gated_delta,
-    "Mamba 2": lambda: gated_delta(corrects=False),
+    "Mamba 2": partial(gated_delta, corrects=False),
 }
 NUMBERS = HEADS * (KEY_DIM + VALUE_DIM + 2) + KEY_HEADS * KEY_DIM
 INPUTS = torch.randn((NUM_SEQUENCES, LENGTH, NUMBERS), generator=torch.Generator().manual_seed(2))

@@ -7,7 +7,7 @@ unchanged. So no state is global: a step carries its batch, KV and backend. A `P
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,10 +83,11 @@ class LayerProbe:
         """Passes a recurrent layer."""
         return torch.zeros_like(inputs)
 
-    def layers(self, config: PretrainedConfig, recurrent: Container[int] = ()) -> tuple[Layer, ...]:
-        """Returns the layers in order without the recurrent ones, checked against the configuration."""
-        numbers = [number for number in range(config.num_hidden_layers) if number not in recurrent]
-        if sorted(self._layers) != numbers:
+    def layers(self, config: PretrainedConfig, numbers: Sequence[int] | None = None) -> tuple[Layer, ...]:
+        """Returns the layers that are attention, in order, checked against the configuration: those of these numbers,
+        by default all."""
+        numbers = range(config.num_hidden_layers) if numbers is None else numbers
+        if sorted(self._layers) != list(numbers):
             raise ModelError(f"{len(self._layers)} of {len(numbers)} layers call attention")
         layers = tuple(self._layers[number] for number in numbers)
         is_sliding_layer = _sliding_layers(config)

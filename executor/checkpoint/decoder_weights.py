@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ class Family:
     tells from the attention of a layer whether it has a rotary embedding. `has_sigmoid_router`: experts are weighted by
     the sigmoids of their scores, not by the softmax of all, and `router_epsilon` is added to the sum of the weights of
     a token, by which they are divided. `has_clamped_gates`: the activation of experts is `CLAMPED`. `has_output_gate`:
-    the projection of queries yields a gate behind each query.
+    the projection of queries yields a gate behind each query. Without `has_gates` a feed-forward layer is an activation
+    between two projections.
     """
 
     norms: Norms = Norms()
@@ -57,6 +59,7 @@ class Family:
     has_clamped_gates: bool = False
     router_epsilon: float = 0.0
     has_output_gate: bool = False
+    has_gates: bool = True
 
 
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -74,6 +77,7 @@ FAMILIES = {
     "GptOssForCausalLM": Family(has_clamped_gates=True),
     "GraniteForCausalLM": Family(has_multipliers=True),
     "GraniteMoeForCausalLM": Family(has_multipliers=True),
+    "GraniteMoeHybridForCausalLM": Family(has_multipliers=True),
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": replace(LFM2, has_sigmoid_router=True, router_epsilon=1e-6),
     "LlamaForCausalLM": Family(),
@@ -81,6 +85,9 @@ FAMILIES = {
     "Ministral3ForCausalLM": Family(),
     "MistralForCausalLM": Family(),
     "MixtralForCausalLM": Family(),
+    "NemotronHForCausalLM": Family(
+        activation_name="mlp_hidden_act", final_norm="norm_f", has_sigmoid_router=True, has_gates=False
+    ),
     "Olmo2ForCausalLM": Family(AFTER),
     "Olmo3ForCausalLM": Family(AFTER),
     "OlmoeForCausalLM": Family(),
@@ -95,13 +102,16 @@ FAMILIES = {
     "SeedOssForCausalLM": Family(),
     "SmolLM3ForCausalLM": Family(is_rotated=lambda attention: bool(attention.use_rope)),
 }
-SILU, GELU_TANH, CLAMPED = "silu", "gelu_pytorch_tanh", "clamped"
+SILU, GELU_TANH, CLAMPED, SQUARED_RELU = "silu", "gelu_pytorch_tanh", "clamped", "squared_relu"
 # Names of a layer's feed-forward layer, or of its router with the experts; and of what is in place of attention.
-FEED_FORWARDS = ("block_sparse_moe", "feed_forward", "mlp")
-MIXERS = ("conv", "linear_attn")
+FEED_FORWARDS = ("block_sparse_moe", "feed_forward", "mlp", "shared_mlp")
+MIXERS = ("conv", "linear_attn", "mamba")
+# Names of what is added to the squares of norms in a configuration.
+EPSILONS = ("norm_eps", "rms_norm_eps", "layer_norm_epsilon")
 # Names of what is added to the weights of experts for the choice, in a router or in what has it.
 CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
+WITHOUT_GATES = {"relu2": SQUARED_RELU}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +153,7 @@ class DecoderShape:
     `has_sinks` the softmax of attention has one more score for each head.
 
     The activation `CLAMPED` is, of a gate g up to `gate_limit` and u between plus and minus that, g * sigmoid(
-    `gate_factor` * g) * (u + 1).
+    `gate_factor` * g) * (u + 1). With `SQUARED_RELU` there are no gates. `bare_layers` have no feed-forward layer.
 
     The layers `recurrent_layers` have a `mixer` in place of attention; None if there are none. With `has_output_gate`
     what a head of attention yields is multiplied by the sigmoid of its gate.
@@ -180,6 +190,7 @@ class DecoderShape:
     has_output_gate: bool = False
     recurrent_layers: tuple[int, ...] = ()
     mixer: MixerShape | None = None
+    bare_layers: tuple[int, ...] = ()
 
     @property
     def rotary_dim(self) -> int:
@@ -197,7 +208,8 @@ class LayerWeights:
     of one head or, as long as all heads together, of all. `qkv_parts` are the projections of queries, keys and values,
     and `gate_up_parts` those of gate and up: separate, or one that is fused. Queries with gates are `[num_heads, 2,
     head_dim]`. In a recurrent layer `qkv_parts` are the projections in front of its `mixer`, and `output` is the one
-    behind it.
+    behind it. Without a feed-forward layer there are no `gate_up_parts`, and `down` is empty; without gates these are
+    one, the projection in front of the activation.
 
     With experts there is a router `[num_experts, hidden_size]`, and `gate_up_parts`, which is one, and `down` have one
     dimension more, the experts, in front; those of codes have the rows of all experts, and `gate_up_order` and
@@ -276,13 +288,18 @@ def read_decoder(
     body: Any = network.model
     config = network.config
     head: Any = network.get_output_embeddings()
-    if obstacle := _obstacle(config, family, body, head, layers) or _position_obstacle(config, context_length):
+    embedding: Any = network.get_input_embeddings()
+    modules = _modules(body)
+    if isinstance(modules, str):
+        return modules
+    if obstacle := _obstacle(config, family, modules, head, layers) or _position_obstacle(config, context_length):
         return obstacle
-    recurrent = tuple(number for number, module in enumerate(body.layers) if not hasattr(module, "self_attn"))
-    ropes, layer_ropes = _read_ropes(body, config, family)
+    recurrent = tuple(number for number, module in enumerate(modules) if _attention(module) is None)
+    ropes, layer_ropes = _read_ropes(body, modules, config, family, layers[0].shape.head_dim)
     if any(len(rope.inverse_frequencies) != len(ropes[0].inverse_frequencies) for rope in ropes):
         return "its rotary embeddings cover different parts of a head"
-    read = tuple(_read_layer(module, family) for module in body.layers)
+    read = tuple(_read_layer(module, family) for module in modules)
+    fed = [layer for layer in read if layer.gate_up_parts]
     final_norm = _norm_weight(body, family.final_norm, family)
     assert final_norm is not None
     return DecoderWeights(
@@ -292,9 +309,9 @@ def read_decoder(
             num_heads=config.num_attention_heads,
             num_kv_heads=layers[0].shape.num_kv_heads,
             head_dim=layers[0].shape.head_dim,
-            intermediate_size=next((layer for layer in read if layer.router is not None), read[0]).down.shape[-1],
+            intermediate_size=next((layer for layer in fed if layer.router is not None), fed[0]).down.shape[-1],
             vocabulary_size=head.weight.shape[0],
-            norm_epsilon=float(config.norm_eps if hasattr(config, "norm_eps") else config.rms_norm_eps),
+            norm_epsilon=float(next(getattr(config, name) for name in EPSILONS if hasattr(config, name))),
             attention_scale=layers[0].scoring.scale,
             sliding_windows=_of_all(tuple(layer.scoring.sliding_window for layer in layers), recurrent),
             ropes=ropes,
@@ -305,14 +322,38 @@ def read_decoder(
             has_output_gate=family.has_output_gate,
             recurrent_layers=recurrent,
             mixer=next((layer.mixer.shape for layer in read if layer.mixer is not None), None),
-            **_scales(config, family, body),
-            **_experts(body, family),
+            bare_layers=tuple(number for number, layer in enumerate(read) if not layer.gate_up_parts),
+            **_scales(config, family, embedding),
+            **_experts(modules, family),
         ),
-        embedding=body.embed_tokens.weight,
+        embedding=embedding.weight,
         layers=read,
         final_norm=final_norm,
         head=head.weight,
     )
+
+
+def _modules(body: Any) -> tuple[Any, ...] | str:
+    """Returns the layers of a network: attention or a mixer each, and behind it a feed-forward layer, or none. Where
+    transformers has one of these in a layer, they have the names of Llama's layers. Returns a reason if they are in
+    another order."""
+    if not all(hasattr(layer, "block_type") and hasattr(layer, "mixer") for layer in body.layers):
+        return tuple(body.layers)
+    modules: list[SimpleNamespace] = []
+    for layer in body.layers:
+        if layer.block_type in ("mlp", "moe"):
+            if not modules or hasattr(modules[-1], "mlp"):
+                return "two of its feed-forward layers follow each other, or one is the first layer"
+            modules[-1].mlp, modules[-1].post_attention_layernorm = layer.mixer, layer.norm
+        else:
+            name = "self_attn" if layer.block_type == "full_attention" else "mamba"
+            modules.append(SimpleNamespace(input_layernorm=layer.norm, **{name: layer.mixer}))
+    return tuple(modules)
+
+
+def _attention(module: Any) -> Any:
+    """Returns the attention of a layer; None if it has a mixer."""
+    return getattr(module, "self_attn", None)
 
 
 def _of_all(windows: tuple[int | None, ...], recurrent: tuple[int, ...]) -> tuple[int | None, ...]:
@@ -326,11 +367,14 @@ def _activation(config: PretrainedConfig, family: Family) -> dict[str, Any] | No
     if family.has_clamped_gates:
         factor, limit = float(config.swiglu_alpha), float(config.swiglu_limit)
         return {"activation": CLAMPED, "gate_factor": factor, "gate_limit": limit}
-    name = SILU if family.activation_name is None else ACTIVATIONS.get(getattr(config, family.activation_name))
+    known = ACTIVATIONS if family.has_gates else WITHOUT_GATES
+    name = SILU if family.activation_name is None else known.get(getattr(config, family.activation_name))
     return None if name is None else {"activation": name}
 
 
-def _obstacle(config: PretrainedConfig, family: Family, body: Any, head: Any, layers: Sequence[Layer]) -> str | None:
+def _obstacle(
+    config: PretrainedConfig, family: Family, modules: Sequence[Any], head: Any, layers: Sequence[Layer]
+) -> str | None:
     if _activation(config, family) is None:
         return f"its activation is {getattr(config, str(family.activation_name))}"
     if family.has_output_gate and getattr(config, "attention_bias", False):
@@ -345,8 +389,11 @@ def _obstacle(config: PretrainedConfig, family: Family, body: Any, head: Any, la
         return "the scale of its scores differs between layers"
     if getattr(config, "clip_qkv", None) is not None:
         return "its queries, keys and values are clipped"
-    if any(getattr(_down(_feed_forward(module)), "bias", None) is not None for module in body.layers):
+    blocks = [block for module in modules if (block := _block(module)) is not None]
+    if any(getattr(_down(getattr(block, "experts", block)), "bias", None) is not None for block in blocks):
         return "its feed-forward layers have biases"
+    if any(isinstance(getattr(block, "fc1_latent_proj", None), nn.Linear) for block in blocks):
+        return "its experts have projections in common"
     return None if head.bias is None else "its output layer has a bias"
 
 
@@ -360,14 +407,13 @@ def _position_obstacle(config: PretrainedConfig, context_length: int | None) -> 
     return f"its queries are scaled by position beyond {original} tokens"
 
 
-def _scales(config: PretrainedConfig, family: Family, body: Any) -> dict[str, Any]:
+def _scales(config: PretrainedConfig, family: Family, embedding: Any) -> dict[str, Any]:
     """Returns the constants that multiply or cap embeddings, the residual stream and logits."""
     scales: dict[str, Any] = {}
     if family.has_multipliers:
         scales["embedding_scale"] = float(config.embedding_multiplier)
         scales["residual_scale"] = float(config.residual_multiplier)
         scales["logit_scale"] = 1.0 / float(config.logits_scaling)
-    embedding = body.embed_tokens
     if (scale := getattr(embedding, "embed_scale", None)) is not None:
         # transformers rounds it to the dtype of the weights.
         scales["embedding_scale"] = float(scale.to(embedding.weight.dtype))
@@ -376,14 +422,16 @@ def _scales(config: PretrainedConfig, family: Family, body: Any) -> dict[str, An
     return scales
 
 
-def _experts(body: Any, family: Family) -> dict[str, Any]:
+def _experts(modules: Sequence[Any], family: Family) -> dict[str, Any]:
     """Returns how many experts a layer has, how many of them a token uses, and how they are weighted."""
-    blocks = [block for module in body.layers if hasattr(block := _block(module), "experts")]
-    if not blocks:
+    with_experts = [module for module in modules if hasattr(_block(module), "experts")]
+    if not with_experts:
         return {}
-    router, shared = _router(blocks[0]), _shared(blocks[0])
+    router, shared = _router(_block(with_experts[0])), _shared(with_experts[0])
     dense = {
-        number: _block(module) for number, module in enumerate(body.layers) if not hasattr(_block(module), "experts")
+        number: block
+        for number, module in enumerate(modules)
+        if (block := _block(module)) is not None and not hasattr(block, "experts")
     }
     return {
         "num_experts": router.num_experts,
@@ -396,47 +444,46 @@ def _experts(body: Any, family: Family) -> dict[str, Any]:
             float(getattr(router, "routed_scaling_factor", 1.0)),
             family.router_epsilon,
         ),
-        "shared_size": 0 if shared is None else shared.down_proj.weight.shape[1],
+        "shared_size": 0 if shared is None else _down(shared).weight.shape[1],
         "dense_size": next((_down(block).weight.shape[1] for block in dense.values()), 0),
         "dense_layers": tuple(dense),
     }
 
 
 def _block(module: Any) -> Any:
-    """Returns the feed-forward layer of a layer, or the router with the experts."""
-    return next(getattr(module, name) for name in FEED_FORWARDS if hasattr(module, name))
+    """Returns the feed-forward layer of a layer, or the router with the experts; None if there is none."""
+    return next((block for name in FEED_FORWARDS if (block := getattr(module, name, None)) is not None), None)
 
 
 def _router(block: Any) -> Any:
     return block.router if hasattr(block, "router") else block.gate
 
 
-def _shared(block: Any) -> Any:
-    """Returns the expert of a block that every token uses; None if there is none."""
-    return getattr(block, "shared_expert", getattr(block, "shared_experts", None))
+def _shared(module: Any) -> Any:
+    """Returns the expert of a layer with experts that every token uses; None if there is none."""
+    owners = ((_block(module), "shared_expert"), (_block(module), "shared_experts"), (module, "shared_mlp"))
+    return next((getattr(owner, name) for owner, name in owners if hasattr(owner, name)), None)
 
 
-def _feed_forward(module: Any) -> Any:
-    """Returns the module with the weights of a layer's feed-forward layer, or of its experts."""
-    block = _block(module)
-    return getattr(block, "experts", block)
-
-
-def _read_ropes(body: Any, config: PretrainedConfig, family: Family) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+def _read_ropes(
+    body: Any, modules: Sequence[Any], config: PretrainedConfig, family: Family, head_dim: int
+) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
     """Returns the rotary embeddings, and which of them each layer uses."""
-    rotary = body.rotary_emb if hasattr(body, "rotary_emb") else body.pos_emb
+    rotary = getattr(body, "rotary_emb", getattr(body, "pos_emb", None))
+    if rotary is None:
+        # A rotation by the angle 0 leaves queries and keys as they are, to the bit.
+        return (Rope((0.0,) * (head_dim // 2), 1.0),), (0,) * len(modules)
     ropes: tuple[Rope, ...]
     layer_ropes: tuple[int, ...]
     if hasattr(rotary, "inv_freq"):
-        ropes, layer_ropes = (_read_rope(rotary, ""),), (0,) * config.num_hidden_layers
+        ropes, layer_ropes = (_read_rope(rotary, ""),), (0,) * len(modules)
     else:
         kinds = sorted(set(config.layer_types))
         ropes = tuple(_read_rope(rotary, f"{kind}_") for kind in kinds)
         layer_ropes = tuple(map(kinds.index, config.layer_types))
-    rotated = [not hasattr(module, "self_attn") or family.is_rotated(module.self_attn) for module in body.layers]
+    rotated = [_attention(module) is None or family.is_rotated(module.self_attn) for module in modules]
     if all(rotated):
         return ropes, layer_ropes
-    # A rotation by the angle 0 leaves queries and keys as they are, to the bit.
     still = Rope((0.0,) * len(ropes[0].inverse_frequencies), 1.0)
     indices = (index if one else len(ropes) for index, one in zip(layer_ropes, rotated, strict=True))
     return (*ropes, still), tuple(indices)
@@ -448,17 +495,18 @@ def _read_rope(rotary: Any, prefix: str) -> Rope:
 
 
 def _read_layer(module: Any, family: Family) -> LayerWeights:
-    feed_forward, norms = _feed_forward(module), family.norms
+    norms, block = family.norms, _block(module)
+    feed_forward = getattr(block, "experts", block)
     return LayerWeights(
         input_norm=_norm_weight(module, norms.attention_input, family),
-        **(_read_attention(module.self_attn, family) if hasattr(module, "self_attn") else _read_mixer(module)),
+        **(_read_mixer(module) if _attention(module) is None else _read_attention(module.self_attn, family)),
         attention_output_norm=_norm_weight(module, norms.attention_output, family),
         post_attention_norm=_norm_weight(module, norms.feed_forward_input, family),
-        gate_up_parts=_gate_up_parts(feed_forward),
-        down=_weight(_down(feed_forward)),
+        gate_up_parts=() if feed_forward is None else _gate_up_parts(feed_forward),
+        down=torch.empty(0, 0) if feed_forward is None else _weight(_down(feed_forward)),
         feed_forward_output_norm=_norm_weight(module, norms.feed_forward_output, family),
-        sinks=getattr(getattr(module, "self_attn", None), "sinks", None),
-        **_read_routing(_block(module)),
+        sinks=getattr(_attention(module), "sinks", None),
+        **_read_routing(module),
     )
 
 
@@ -483,7 +531,8 @@ def _read_attention(attention: Any, family: Family) -> dict[str, Any]:
 
 def _read_mixer(module: Any) -> dict[str, Any]:
     """Returns the same of a recurrent layer, whose module has been replaced (`RecurrentLayer`)."""
-    mixer: MixerWeights = next(getattr(module, name) for name in MIXERS if hasattr(module, name)).mixer.weights()
+    layer: Any = next(found for name in MIXERS if (found := getattr(module, name, None)) is not None)
+    mixer: MixerWeights = layer.mixer.weights()
     return {
         "qkv_parts": mixer.inputs,
         "query_norm": None,
@@ -494,11 +543,12 @@ def _read_mixer(module: Any) -> dict[str, Any]:
     }
 
 
-def _read_routing(block: Any) -> dict[str, Any]:
+def _read_routing(module: Any) -> dict[str, Any]:
     """Returns the fields of `LayerWeights` that a layer with experts has besides."""
+    block = _block(module)
     if not hasattr(block, "experts"):
         return {}
-    router, shared, gate = _router(block), _shared(block), getattr(block, "shared_expert_gate", None)
+    router, shared, gate = _router(block), _shared(module), getattr(block, "shared_expert_gate", None)
     correction = next(
         (getattr(one, name) for one in (router, block) for name in CORRECTIONS if hasattr(one, name)), None
     )
@@ -511,11 +561,11 @@ def _read_routing(block: Any) -> dict[str, Any]:
         "router_bias": getattr(router, "bias", None),
         "gate_up_bias": gate_up_bias,
         "down_bias": getattr(experts, "down_proj_bias", None),
-        "gate_up_order": getattr(experts.gate_up_proj, "orders", None),
+        "gate_up_order": getattr(getattr(experts, "gate_up_proj", None), "orders", None),
         "down_order": getattr(experts.down_proj, "orders", None),
         "router_correction": correction,
         "shared_gate_up_parts": () if shared is None else _gate_up_parts(shared),
-        "shared_down": None if shared is None else _weight(shared.down_proj),
+        "shared_down": None if shared is None else _weight(_down(shared)),
         "shared_gate": None if gate is None else gate.weight,
     }
 
@@ -523,12 +573,18 @@ def _read_routing(block: Any) -> dict[str, Any]:
 def _gate_up_parts(feed_forward: Any) -> tuple[Matrix, ...]:
     if hasattr(feed_forward, "w1"):
         return feed_forward.w1.weight, feed_forward.w3.weight
-    fused = getattr(feed_forward, "gate_up_proj", None)
-    return (feed_forward.gate_proj.weight, feed_forward.up_proj.weight) if fused is None else (_weight(fused),)
+    for name in ("gate_up_proj", "input_linear"):
+        if hasattr(feed_forward, name):
+            return (_weight(getattr(feed_forward, name)),)
+    if not hasattr(feed_forward, "gate_proj"):
+        return (_weight(feed_forward.up_proj),)
+    return feed_forward.gate_proj.weight, feed_forward.up_proj.weight
 
 
 def _down(feed_forward: Any) -> Any:
-    return feed_forward.w2 if hasattr(feed_forward, "w2") else feed_forward.down_proj
+    return next(
+        getattr(feed_forward, name) for name in ("w2", "down_proj", "output_linear") if hasattr(feed_forward, name)
+    )
 
 
 def _weight(linear: Any) -> Any:

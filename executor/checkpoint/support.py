@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from inflight.common.model_files.recurrent import RECURRENT_LAYERS
+from inflight.common.model_files.recurrent import FEED_FORWARD_LAYERS, RECURRENT_LAYERS
 from inflight.common.model_source import OWN_CODE, ModelError
 from inflight.executor.checkpoint.longrope import longrope_obstacles
 
@@ -64,9 +64,10 @@ def _configuration_obstacles(text_config: PretrainedConfig, config: PretrainedCo
         yield "it uses multi-head latent attention"
     layer_types = set(getattr(text_config, "layer_types", None) or ())
     recurrent = RECURRENT_LAYERS.get(str(text_config.model_type), frozenset())
-    if layer_types and not layer_types - recurrent:
+    without_attention = recurrent | FEED_FORWARD_LAYERS.get(str(text_config.model_type), frozenset())
+    if layer_types and not layer_types - without_attention:
         yield "none of its layers is attention"
-    layer_types -= LAYER_TYPES | recurrent
+    layer_types -= LAYER_TYPES | without_attention
     if layer_types:
         yield f"it has {', '.join(sorted(layer_types))} layers"
     rope_types = _rope_types(getattr(text_config, "rope_parameters", None)) & BATCH_DEPENDENT_ROPE

@@ -25,6 +25,7 @@ from inflight.executor.attention.backend import LayerKv
 from inflight.executor.checkpoint.decoder_weights import (
     CLAMPED,
     GELU_TANH,
+    SQUARED_RELU,
     DecoderShape,
     DecoderWeights,
     LayerWeights,
@@ -406,8 +407,10 @@ def _layout(form: DecoderForm, shard: Shard) -> tuple[_Shape, tuple[Any, ...]]:
     shape = shard.shape(form.shape)
     windows = np.array([window or 0 for window in shape.sliding_windows], np.int64)
     layer_ropes = np.array(shape.layer_ropes, np.int64)
-    has_experts = np.array([layer not in shape.dense_layers for layer in range(shape.num_layers)], np.int64)
+    without_experts = {*shape.dense_layers, *shape.bare_layers}
+    has_experts = np.array([layer not in without_experts for layer in range(shape.num_layers)], np.int64)
     is_recurrent = np.array([layer in shape.recurrent_layers for layer in range(shape.num_layers)], np.int64)
+    is_bare = np.array([layer in shape.bare_layers for layer in range(shape.num_layers)], np.int64)
     frequencies = np.array([rope.inverse_frequencies for rope in shape.ropes], np.float32)
     scalings = np.array([rope.scaling for rope in shape.ropes], np.float32)
     layout = _Shape(
@@ -429,6 +432,7 @@ def _layout(form: DecoderForm, shard: Shard) -> tuple[_Shape, tuple[Any, ...]]:
         form.has_router_bias,
         form.has_expert_biases,
         shape.activation == CLAMPED,
+        shape.activation == SQUARED_RELU,
         mixer_layout(shape.mixer),
         *(getattr(shape, name) or 0.0 for name in _SHAPE_FACTORS),
         shape.routing.epsilon,
@@ -439,10 +443,11 @@ def _layout(form: DecoderForm, shard: Shard) -> tuple[_Shape, tuple[Any, ...]]:
         layer_ropes.ctypes.data,
         has_experts.ctypes.data,
         is_recurrent.ctypes.data,
+        is_bare.ctypes.data,
         frequencies.ctypes.data,
         scalings.ctypes.data,
     )
-    return layout, (windows, layer_ropes, has_experts, is_recurrent, frequencies, scalings)
+    return layout, (windows, layer_ropes, has_experts, is_recurrent, is_bare, frequencies, scalings)
 
 
 def _vectors(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packed, Tensor]]:
@@ -508,6 +513,8 @@ def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int
         qkv = _in_whole_blocks(layer.qkv_matrices) if layer.mixer else shard.qkv(shape, layer.qkv_matrices)
         yield index, Packed.QKV, qkv
         yield index, Packed.OUTPUT, (shard.hidden(shape, layer.output),)
+        if not layer.gate_up_parts:
+            continue
         if layer.router is None:
             yield index, Packed.GATE_UP, shard.gate_up(layer.gate_up_parts)
             yield index, Packed.DOWN, (shard.hidden(shape, layer.down),)
@@ -609,11 +616,11 @@ class _Shape(ctypes.Structure):
         *((name, c_int64) for name in ("num_ranks", "rank", "all_kv_heads", "dense_size", "shared_size")),
         *((name, c_int64) for name in ("has_sigmoid_router", "has_router_correction", "has_shared_gate")),
         *((name, c_int64) for name in ("has_output_gate", "has_sinks", "has_router_bias", "has_expert_biases")),
-        ("has_clamped_gates", c_int64),
+        *((name, c_int64) for name in ("has_clamped_gates", "has_squared_relu")),
         ("mixer", MixerLayout),
         *((name, c_float) for name in (*_SHAPE_FACTORS, "router_epsilon", "router_scale")),
         *((name, c_float) for name in ("gate_factor", "gate_limit")),
-        *((name, c_void_p) for name in ("sliding_windows", "layer_ropes", "has_experts", "is_recurrent")),
+        *((name, c_void_p) for name in ("sliding_windows", "layer_ropes", "has_experts", "is_recurrent", "is_bare")),
         *((name, c_void_p) for name in ("inverse_frequencies", "rope_scalings")),
     )
 

@@ -17,12 +17,12 @@ from inflight.executor.recurrent.short_conv import num_conv_places
 from inflight.executor.step.batch import StepBatch
 
 BOUNDARY_BYTES = 8  # of a slot of a gated delta net, in each layer
-SHORT_CONVOLUTION, GATED_DELTA = 1, 2  # `MixerKind` of recurrent.h
+SHORT_CONVOLUTION, GATED_DELTA, MAMBA2 = 1, 2, 3  # `MixerKind` of recurrent.h
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _LayerTensors:
-    """`MixerMemory` of recurrent.h; None without a gated delta net."""
+    """`MixerMemory` of recurrent.h; None of short convolutions."""
 
     inputs: Tensor
     saved_inputs: Tensor
@@ -127,7 +127,9 @@ def mixer_layout(mixer: MixerShape | None) -> MixerLayout:
     """Returns the sizes of recurrent layers as C++ takes them."""
     if mixer is None:
         return MixerLayout()
-    kind = GATED_DELTA if mixer.num_heads else SHORT_CONVOLUTION
+    kind = SHORT_CONVOLUTION
+    if mixer.num_heads:
+        kind = GATED_DELTA if mixer.corrects else MAMBA2
     return MixerLayout(kind, *(getattr(mixer, name) for name in _SIZES))
 
 

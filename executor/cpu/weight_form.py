@@ -123,7 +123,8 @@ def read_quantized(
 ) -> QuantizedModel | None:
     """Returns what decides the form of a model's weights; None if gate and up are not quantized, or belong to experts,
     which stay as they are: a step reads those that few of its tokens use."""
-    gate = weights.layers[len(weights.layers) // 2].gate_up_parts[0]
+    fed = [layer for layer in weights.layers if layer.gate_up_parts]
+    gate = fed[len(fed) // 2].gate_up_parts[0]
     if weights.shape.num_experts or not isinstance(gate, QuantizedWeight) or not is_supported(gate):
         return None
     coded = encode(gate.rows(0, SOME_ROWS), dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,15 +39,16 @@ class HybridStep:
 
 
 class HybridForward(Forward):
-    """`Forward` of a network whose recurrent layers have been replaced. `mixers` are these by number, and the layers of
-    `layout` are the others, in order. `states.reserve` must precede the first step."""
+    """`Forward` of a network whose recurrent layers have been replaced. `mixers` are these by number, and `attention`
+    the numbers of the layers of `layout`. `states.reserve` must precede the first step."""
 
-    def __init__(self, network: PreTrainedModel, layout: KvLayout, mixers: Mapping[int, Mixer]) -> None:
+    def __init__(
+        self, network: PreTrainedModel, layout: KvLayout, mixers: Mapping[int, Mixer], attention: Sequence[int]
+    ) -> None:
         self.layout = layout
         self._network = network
         self._mixers = mixers
-        numbers = (number for number in range(len(layout.layers) + len(mixers)) if number not in mixers)
-        self._kv_places = {number: place for place, number in enumerate(numbers)}
+        self._kv_places = {number: place for place, number in enumerate(attention)}
         self._memories: dict[int, LayerMemory] = {}
 
     @property

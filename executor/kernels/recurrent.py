@@ -1,5 +1,5 @@
-"""Recurrent layers in Triton: the causal convolution of short convolutions and gated delta nets, the gated delta rule,
-and the gated norm behind it.
+"""Recurrent layers in Triton: the causal convolution of short convolutions, gated delta nets and Mamba 2, the gated
+delta rule, which Mamba 2 has without its correction, and the gated norms behind it.
 
 The formulas are those of `executor/recurrent`. A step has for each sequence a row of `ROW_WORDS` int32 words: its slot,
 or -1 for padding; the boundary of the slot; how many checkpoints it saves, and then position and checkpoint of each.
@@ -209,6 +209,65 @@ def delta_inputs_kernel(
 
 
 @triton.jit
+def mamba2_inputs_kernel(
+    projected,  # [tokens, columns]: z, x, B, C and dt
+    taps, bias,  # [WIDTH, CHANNELS], the oldest first, and [CHANNELS], float32
+    rates, gate_bias, limits,  # [NUM_HEADS] float32, and the least and the largest dt
+    state_rows, query_starts, context_lengths, ring, saved,
+    mixed,  # [tokens, CHANNELS] float32: x, B and C
+    gates,  # [tokens, 2, NUM_HEADS] float32: g and dt
+    token_stride, slot_stride, saved_stride,
+    NUM_HEADS: tl.constexpr, DEPTH: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, PLACES: tl.constexpr,
+    PADDED_PLACES: tl.constexpr, NUM_SPLITS: tl.constexpr, TILE_COLUMNS: tl.constexpr, PADDED_HEADS: tl.constexpr,
+):  # fmt: skip
+    """Computes what the rule of Mamba 2 reads. Grid: sequences, tiles of channels and one more for the gates, splits of
+    a sequence's tiles."""
+    sequence, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, slot, start, end, origin = span_of(state_rows, query_starts, context_lengths, sequence)
+    if slot < 0:
+        return
+    inputs = projected + DEPTH
+    if block * TILE_COLUMNS >= CHANNELS:
+        heads = tl.arange(0, PADDED_HEADS)
+        is_head = heads < NUM_HEADS
+        rate = tl.load(rates + heads, mask=is_head, other=0.0)
+        of_gates = tl.load(gate_bias + heads, mask=is_head, other=0.0)
+        least, most = tl.load(limits), tl.load(limits + 1)
+        for begin in range(split * TILE, end - start, NUM_SPLITS * TILE):
+            positions = start + begin + tl.arange(0, TILE)
+            tokens = (origin + positions).to(tl.int64)[:, None]
+            mask = (positions < end)[:, None] & is_head[None, :]
+            source = inputs + tokens * token_stride + CHANNELS + heads[None, :]
+            x = tl.load(source, mask=mask, other=0.0).to(tl.float32) + of_gates[None, :]
+            steps = tl.minimum(tl.maximum(softplus(x), least), most)
+            target = gates + tokens * (2 * NUM_HEADS) + heads[None, :]
+            tl.store(target, rate[None, :] * steps, mask=mask)
+            tl.store(target + NUM_HEADS, steps, mask=mask)
+    else:
+        columns = block * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+        is_column = columns < CHANNELS
+        ring += slot * slot_stride
+        biases = tl.load(bias + columns, mask=is_column, other=0.0)
+        for begin in range(split * TILE, end - start, NUM_SPLITS * TILE):
+            offsets = begin + tl.arange(0, TILE)
+            sums = conv_sums(
+                inputs, taps, ring, slot, offsets, start, end, origin, token_stride, columns, is_column,
+                CHANNELS, WIDTH, PLACES, 0,
+            )  # fmt: skip
+            sums += biases[None, :]
+            # Rounded as transformers does, which has these numbers in the type of the activations.
+            numbers = (sums * sigmoid(sums)).to(projected.dtype.element_ty).to(tl.float32)
+            tokens = (origin + start + offsets).to(tl.int64)[:, None]
+            mask = (start + offsets < end)[:, None] & is_column[None, :]
+            tl.store(mixed + tokens * CHANNELS + columns[None, :], numbers, mask=mask)
+        if split == 0:
+            keep_inputs(
+                inputs, ring, saved, row, start, end, origin, token_stride, saved_stride, columns, is_column,
+                CHANNELS, WIDTH, PLACES, PADDED_PLACES, 0,
+            )  # fmt: skip
+
+
+@triton.jit
 def softplus(x):
     """Returns log(1 + e^x) without losing a small e^x; x above 20."""
     grown = tl.exp(tl.minimum(x, 20.0))
@@ -322,9 +381,10 @@ def tile_and_tile(
 def compute_tile(
     new_queries, new_keys, new_values, own_gates, own_keys, own_updates, own_outputs, source, sums, chunk, tile, values,
     is_value, start, end, origin, NUM_HEADS: tl.constexpr, CHANNELS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, SLICE: tl.constexpr, GRID: tl.constexpr, PLACES: tl.constexpr,
+    VALUE_DIM: tl.constexpr, SLICE: tl.constexpr, GRID: tl.constexpr, PLACES: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """Computes outputs and updates of the new positions of a tile, and stores them."""
+    """Computes outputs and updates of the new positions of a tile, and stores them. Without a correction an update is
+    the value times the second gate."""
     rows = tl.arange(0, TILE)
     positions = tile + rows
     is_new = (positions >= start) & (positions < end)
@@ -352,12 +412,15 @@ def compute_tile(
     new = load_rows(new_values, tokens, values, is_new, is_value, CHANNELS)
     betas = tl.load(own_gates + NUM_HEADS + tokens * (2 * NUM_HEADS), mask=is_new, other=0.0)
     solved = load_rows(own_updates, positions % PLACES, values, positions < start, is_value, VALUE_DIM)
-    # Each update depends on those before it in the tile.
-    for index in range(tl.maximum(start - tile, 0), tl.minimum(end - tile, TILE)):
-        of_row = tl.sum(tl.where(rows[:, None] == index, likeness, 0.0), 0)
-        seen = tl.sum(of_row[:, None] * solved, 0)
-        update = betas[:, None] * (new - known - seen[None, :])
-        solved = tl.where(rows[:, None] == index, update, solved)
+    if CORRECTS:
+        # Each update depends on those before it in the tile.
+        for index in range(tl.maximum(start - tile, 0), tl.minimum(end - tile, TILE)):
+            of_row = tl.sum(tl.where(rows[:, None] == index, likeness, 0.0), 0)
+            seen = tl.sum(of_row[:, None] * solved, 0)
+            update = betas[:, None] * (new - known - seen[None, :])
+            solved = tl.where(rows[:, None] == index, update, solved)
+    else:
+        solved = tl.where(is_new[:, None], betas[:, None] * new, solved)
     result = tl.dot(attended * weights, solved, result, input_precision=PRECISION)
     mask = is_new[:, None] & is_value[None, :]
     tl.store(own_outputs + tokens[:, None] * (NUM_HEADS * VALUE_DIM) + values[None, :], result, mask=mask)
@@ -403,7 +466,7 @@ def go_on(
 
 @triton.jit
 def delta_rule_kernel(
-    mixed, gates,  # as `delta_inputs_kernel` writes them
+    mixed, gates,  # as `delta_inputs_kernel` or `mamba2_inputs_kernel` writes them
     state_rows, query_starts, context_lengths,
     states, saved,  # [slots or checkpoints, NUM_HEADS, KEY_DIM, VALUE_DIM] float32
     beyond,  # [sequences, NUM_HEADS, KEY_DIM, VALUE_DIM] float32; unused if each sequence has one token
@@ -414,7 +477,7 @@ def delta_rule_kernel(
     state_stride, saved_stride, key_stride, update_stride, decay_stride,
     NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CHANNELS: tl.constexpr, SLICE: tl.constexpr, TILE_VALUES: tl.constexpr, GRID: tl.constexpr,
-    PLACES: tl.constexpr,
+    PLACES: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
     """Computes outputs and updates of the new positions, and advances the state of the slot to the boundary that it
     has after the step. The state beyond that is in `beyond`. Grid: sequences, heads, tiles of values.
@@ -431,9 +494,14 @@ def delta_rule_kernel(
     of_head = head * (KEY_DIM * VALUE_DIM)
     own_state, saved = states + slot * state_stride + of_head, saved + of_head
     own_beyond = beyond + sequence.to(tl.int64) * (NUM_HEADS * KEY_DIM * VALUE_DIM) + of_head
-    new_queries = mixed + key_head * KEY_DIM
-    new_keys = new_queries + NUM_KEY_HEADS * KEY_DIM
-    new_values = mixed + 2 * NUM_KEY_HEADS * KEY_DIM + head * VALUE_DIM
+    if CORRECTS:
+        new_queries = mixed + key_head * KEY_DIM
+        new_keys = new_queries + NUM_KEY_HEADS * KEY_DIM
+        new_values = mixed + 2 * NUM_KEY_HEADS * KEY_DIM + head * VALUE_DIM
+    else:
+        new_values = mixed + head * VALUE_DIM
+        new_keys = mixed + NUM_HEADS * VALUE_DIM + key_head * KEY_DIM
+        new_queries = new_keys + NUM_KEY_HEADS * KEY_DIM
     own_keys = keys + slot * key_stride + key_head * (PLACES * KEY_DIM)
     own_updates = updates + slot * update_stride + head * (PLACES * VALUE_DIM)
     own_decays = decays + slot * decay_stride + head * PLACES
@@ -447,7 +515,7 @@ def delta_rule_kernel(
             compute_tile(
                 new_queries, new_keys, new_values, own_gates, own_keys, own_updates, own_outputs, source, sums, chunk,
                 tile, values, is_value, start, end, origin, NUM_HEADS, CHANNELS, KEY_DIM, VALUE_DIM, SLICE, GRID,
-                PLACES,
+                PLACES, CORRECTS,
             )  # fmt: skip
             # Other threads read the updates for the next tiles, and have read what is overwritten.
             tl.debug_barrier()
@@ -507,3 +575,55 @@ def gated_norm_kernel(
             tl.store(own_keys + (positions % PLACES)[:, None] * KEY_DIM + dims[None, :], new, mask=mask)
             new_decays = tl.load(gates + tokens * (2 * NUM_HEADS) + head, mask=is_new, other=0.0)
             tl.store(own_decays + positions % PLACES, new_decays, mask=is_new)
+
+
+@triton.jit
+def mamba2_norm_kernel(
+    unnormed,  # [tokens, DEPTH] float32
+    projected, mixed, gates,  # as in `mamba2_inputs_kernel`
+    skips, norm,  # [NUM_HEADS] and [DEPTH] float32
+    state_rows, query_starts, context_lengths, keys, decays,  # as in `delta_rule_kernel`
+    outputs,  # [tokens, DEPTH]
+    token_stride, key_stride, decay_stride, epsilon,
+    NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CHANNELS: tl.constexpr, PADDED_KEY: tl.constexpr, PADDED_GROUP: tl.constexpr, PADDED_HEADS: tl.constexpr,
+    GRID: tl.constexpr, PLACES: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Computes RMSNorm((unnormed + D * x) * SiLU(z)) over the heads of a head of keys, and stores keys and g behind the
+    boundary in the slot. Grid: sequences, heads of keys, splits of a sequence's positions."""
+    DEPTH: tl.constexpr = NUM_HEADS * VALUE_DIM
+    HEADS: tl.constexpr = NUM_HEADS // NUM_KEY_HEADS
+    GROUP: tl.constexpr = HEADS * VALUE_DIM
+    sequence, key_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    _row, slot, start, end, origin = span_of(state_rows, query_starts, context_lengths, sequence)
+    values = tl.arange(0, PADDED_GROUP)
+    is_value, columns = values < GROUP, key_head * GROUP + values
+    weights = tl.load(norm + columns, mask=is_value, other=0.0)
+    skip = tl.load(skips + columns // VALUE_DIM, mask=is_value, other=0.0)
+    # Of a padding sequence nothing was computed; it yields zeros.
+    of_slot = is_value & (slot >= 0)
+    for position in range(start + split, end, NUM_SPLITS):
+        token = (origin + position).to(tl.int64)
+        numbers = tl.load(unnormed + token * DEPTH + columns, mask=of_slot, other=0.0)
+        x = tl.load(mixed + token * CHANNELS + columns, mask=of_slot, other=0.0)
+        z = tl.load(projected + token * token_stride + columns, mask=of_slot, other=0.0).to(tl.float32)
+        gated = (numbers + skip * x) * (z * sigmoid(z))
+        scale = 1.0 / tl.sqrt(tl.sum(gated * gated, 0) / GROUP + epsilon)
+        result = gated * scale * weights
+        tl.store(outputs + token * DEPTH + columns, result.to(outputs.dtype.element_ty), mask=is_value)
+    if (split == 0) & (slot >= 0):
+        dims, heads = tl.arange(0, PADDED_KEY), tl.arange(0, PADDED_HEADS)
+        is_dim, is_head = dims < KEY_DIM, heads < HEADS
+        own_keys = keys + slot * key_stride + key_head * (PLACES * KEY_DIM)
+        own_decays = decays + slot * decay_stride + (key_head * HEADS + heads)[None, :] * PLACES
+        new_keys = mixed + DEPTH + key_head * KEY_DIM
+        for begin in range(tl.maximum(start, boundary_after(start, end, GRID)), end, TILE):
+            positions = begin + tl.arange(0, TILE)
+            is_new, tokens = positions < end, (origin + positions).to(tl.int64)[:, None]
+            places = (positions % PLACES)[:, None]
+            mask = is_new[:, None] & is_dim[None, :]
+            new = tl.load(new_keys + tokens * CHANNELS + dims[None, :], mask=mask, other=0.0)
+            tl.store(own_keys + places * KEY_DIM + dims[None, :], new, mask=mask)
+            mask = is_new[:, None] & is_head[None, :]
+            of_heads = gates + tokens * (2 * NUM_HEADS) + (key_head * HEADS + heads)[None, :]
+            tl.store(own_decays + places, tl.load(of_heads, mask=mask, other=0.0), mask=mask)

@@ -26,7 +26,7 @@ from inflight.executor.attention.flashinfer import FlashInfer, Heads, open_flash
 from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.attention.quantized import check_backend, check_fp8_device, kv_dtypes
 from inflight.executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, register_attention
-from inflight.executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
+from inflight.executor.checkpoint.decoder_weights import SQUARED_RELU, DecoderWeights, read_decoder
 from inflight.executor.checkpoint.expert_matrices import expand_experts, order_experts
 from inflight.executor.checkpoint.fp8_weight import is_fp8_of_rows
 from inflight.executor.checkpoint.longrope import fix_longrope
@@ -84,7 +84,7 @@ from inflight.executor.model.self_check import (
 from inflight.executor.parallel.leader import WorkerGroup
 from inflight.executor.pooling.pooled import Pooling, PoolingKind
 from inflight.executor.recurrent.mixer import Mixer, StateSizes
-from inflight.executor.recurrent.network import replace_recurrent_layers
+from inflight.executor.recurrent.network import attention_layers, replace_recurrent_layers
 from inflight.executor.step.batch import StepBatch
 
 if TYPE_CHECKING:
@@ -141,8 +141,8 @@ def load_model(
         has_codes = weight_dtype == "quantized" and (is_gpu(device) or backend_name == "triton")
         expectation = expect(network, vocabulary_size, has_states=has_fp8 or has_codes) if shard.rank == 0 else None
         mixers = replace_recurrent_layers(network)
-        layers = _probe_layers(network, mixers)
-    layer_kv_dtypes = _kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, len(layers), mixers)
+        layers = _probe_layers(network)
+    layer_kv_dtypes = _kv_dtypes(kv_cache_dtype, kv_cache_skip_layers, dtype, network)
     choice = choose_backend(backend_name, device, dtype, [layer.shape for layer in layers], instructions)
     _check_choice(choice, layer_kv_dtypes, device)
     sampler = _native_sampler(choice.backend, device, instructions)
@@ -248,7 +248,8 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
         weight_dtype = weight_dtype if is_quantized(network) or weight_dtype != "quantized" else "dense"
     pack_linears(network)
     if weights.mixers:
-        return _Chosen(HybridForward(network, weights.layout, weights.mixers), weight_dtype, {})
+        hybrid = HybridForward(network, weights.layout, weights.mixers, attention_layers(network))
+        return _Chosen(hybrid, weight_dtype, {})
     return _Chosen(TransformersForward(network, weights.layout), weight_dtype, {})
 
 
@@ -300,6 +301,8 @@ def _gpu_forward(weights: _Weights, decoder: DecoderWeights, backend_name: str) 
     layout, shard = weights.layout, weights.shard
     if weights.weight_dtype == "fp8" and decoder.shape.num_experts:
         return "it has experts"
+    if decoder.shape.activation == SQUARED_RELU:
+        return "its feed-forward layers have no gates"
     of_shard = decoder
     if shard.num_ranks > 1:
         if obstacle := undivided_reason(decoder):
@@ -491,14 +494,14 @@ def _unsupported(config: PretrainedConfig) -> Iterator[None]:
 
 
 def _kv_dtypes(
-    name: str, skip_layers: Sequence[int], dtype: torch.dtype, num_attention: int, mixers: Mapping[int, Mixer]
+    name: str, skip_layers: Sequence[int], dtype: torch.dtype, network: PreTrainedModel
 ) -> tuple[torch.dtype, ...]:
-    """Returns the types of the KV. `skip_layers` count the recurrent layers as well, which have none."""
-    of_all = kv_dtypes(name, skip_layers, dtype, num_attention + len(mixers))
-    return tuple(of_layer for layer, of_layer in enumerate(of_all) if layer not in mixers)
+    """Returns the types of the KV. `skip_layers` count all layers, also those that are not attention and have none."""
+    of_all = kv_dtypes(name, skip_layers, dtype, network.config.get_text_config(decoder=True).num_hidden_layers)
+    return tuple(of_all[layer] for layer in attention_layers(network))
 
 
-def _probe_layers(network: PreTrainedModel, mixers: Mapping[int, Mixer]) -> tuple[Layer, ...]:
+def _probe_layers(network: PreTrainedModel) -> tuple[Layer, ...]:
     register_attention()
     with quiet_transformers():
         network.set_attn_implementation(ATTENTION_NAME)
@@ -506,7 +509,7 @@ def _probe_layers(network: PreTrainedModel, mixers: Mapping[int, Mixer]) -> tupl
     token_ids = torch.zeros((1, 2), dtype=torch.long, device=network.device)
     with torch.inference_mode():
         network(input_ids=token_ids, use_cache=False, inflight_step=probe)
-    return probe.layers(network.config.get_text_config(decoder=True), mixers)
+    return probe.layers(network.config.get_text_config(decoder=True), attention_layers(network))
 
 
 def _choose_rope(network: PreTrainedModel, max_sequence_length: int) -> None:

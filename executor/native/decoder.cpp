@@ -41,6 +41,7 @@ class DecoderOf final : public Decoder {
                        shape.inverse_frequencies + shape.num_ropes * shape.rotary_dim / 2),
           rope_scalings_(shape.rope_scalings, shape.rope_scalings + shape.num_ropes),
           is_recurrent_(shape.is_recurrent, shape.is_recurrent + shape.num_layers),
+          is_bare_(shape.is_bare, shape.is_bare + shape.num_layers),
           weights_(shape, stream),
           adapters_(shape),
           next_places_(shape.num_experts) {
@@ -164,9 +165,14 @@ class DecoderOf final : public Decoder {
                 const int64_t depth = is_recurrent ? shape_.mixer.depth() : shape_.attention_depth();
                 gather(mixed, num_rows_, depth, 1);
                 if constexpr (!std::is_same_v<Element, Factor>) round_mixed(mixed, factors, depth);
+                const bool is_bare = decoder_.is_bare_[index] != 0;
+                const Blocks* const next = is_bare ? first_of(index + 1) : &layer.gate_up;
                 add_product(OUTPUT, layer.output, factors, layer.output_bias, layer.attention_output_norm,
-                            {OUTPUT_PRODUCT, index, mixed}, ADAPT_OUTPUT,
-                            layer.router == nullptr ? &layer.gate_up : nullptr);
+                            {OUTPUT_PRODUCT, index, mixed}, ADAPT_OUTPUT, layer.router == nullptr ? next : nullptr);
+                if (is_bare) {
+                    if (exchange_.has_failed()) return;
+                    continue;
+                }
                 norm(layer.post_attention_norm, nullptr, layer.gate_up, layer.router == nullptr ? nullptr : &layer);
                 if (layer.router != nullptr) {
                     if (shape_.shared_size > 0) add_shared_expert(layer);
@@ -181,9 +187,7 @@ class DecoderOf final : public Decoder {
                     if (!adapted_.is_empty())
                         gather(adapted_.hidden, num_rows_, inner, PART_INNER_COLUMNS);
                 add_product(DOWN, layer.down, activations_.hidden, nullptr, layer.feed_forward_output_norm,
-                            {DOWN_PRODUCT, index, hidden_elements()}, ADAPT_DOWN,
-                            index + 1 < shape_.num_layers ? static_cast<const Blocks*>(&(&layer)[1].qkv)
-                                                          : &decoder_.weights_.head);
+                            {DOWN_PRODUCT, index, hidden_elements()}, ADAPT_DOWN, first_of(index + 1));
                 if (exchange_.has_failed()) return;
             }
             head();
@@ -191,6 +195,12 @@ class DecoderOf final : public Decoder {
 
       private:
         using Clock = std::chrono::steady_clock;
+
+        // The first matrix of a layer, or the output layer behind all.
+        const Blocks* first_of(int64_t index) const {
+            const auto& weights = decoder_.weights_;
+            return index < shape_.num_layers ? static_cast<const Blocks*>(&weights.layers[index].qkv) : &weights.head;
+        }
 
         void compute_attention(const Layer<Factor>& layer, int64_t index, bool is_narrow) {
             const LayerKv kv{step_.keys[index], step_.values[index], shape_.num_kv_heads, shape_.head_dim,
@@ -227,7 +237,9 @@ class DecoderOf final : public Decoder {
             const MixerStep<Element> mixer(shape_.mixer, memory, {shape_.mixer, layer.mixer}, states, decoder_.spans_,
                                            activations_.projected, activations_.projected_stride, activations_.mixed,
                                            shape_.norm_epsilon);
-            phase(ATTENTION, mixer.num_tasks(), [&](int64_t task) { mixer.compute(task, scratch_.mixer.data()); });
+            for (int number = 0; number < mixer.num_phases(); ++number)
+                phase(ATTENTION, mixer.num_tasks(number),
+                      [&](int64_t task) { mixer.compute(number, task, scratch_.mixer.data()); });
         }
 
         template <class Work>
@@ -745,7 +757,9 @@ class DecoderOf final : public Decoder {
         // expert, or null.
         void activate(int64_t index, const Rows<Factor>& hidden, int64_t block, int64_t row, int num_rows,
                       float* tile, const float* bias = nullptr) {
-            if (shape_.has_clamped_gates)
+            if (shape_.has_squared_relu)
+                activate_alone(hidden, block, row, num_rows, tile);
+            else if (shape_.has_clamped_gates)
                 activate_by(index, hidden, block, row, num_rows, tile, bias, [&](Floats gate, Floats up) {
                     return clamped<Element>(gate, up, shape_.gate_factor, shape_.gate_limit);
                 });
@@ -753,6 +767,16 @@ class DecoderOf final : public Decoder {
                 activate_by(index, hidden, block, row, num_rows, tile, bias, gated<Element, true>);
             else
                 activate_by(index, hidden, block, row, num_rows, tile, bias, gated<Element, false>);
+        }
+
+        // Without gates: of layers that have neither adapters nor biases, on one rank.
+        void activate_alone(const Rows<Factor>& to, int64_t block, int64_t row, int num_rows, float* tile) {
+            constexpr int64_t COLUMNS = GATE_BLOCKS<Factor> * BLOCK_COLUMNS;
+            for (int i = 0; i < num_rows; ++i) {
+                float* const numbers = tile + i * COLUMNS;
+                for (int c = 0; c < COLUMNS; c += WIDTH) store(numbers + c, squared_relu(load(numbers + c)));
+                to.put(row + i, block * BLOCK_COLUMNS, numbers, COLUMNS);
+            }
         }
 
         template <class Gated>
@@ -958,7 +982,7 @@ class DecoderOf final : public Decoder {
     const DecoderShape shape_;
     const std::vector<int64_t> windows_, layer_ropes_;
     const std::vector<float> frequencies_, rope_scalings_;
-    const std::vector<int64_t> is_recurrent_;
+    const std::vector<int64_t> is_recurrent_, is_bare_;
     std::vector<Span> spans_;  // of the sequences of a step with recurrent layers
     PackedWeights<Element, Factor> weights_;
     AdapterSlots<Element> adapters_;

@@ -56,6 +56,7 @@ struct DecoderShape {
     int64_t has_sinks;                  // a score of each head that belongs to no key
     int64_t has_router_bias, has_expert_biases;
     int64_t has_clamped_gates;          // the activation is `clamped`
+    int64_t has_squared_relu;           // the activation is that of one projection, without gates
     MixerShape mixer;                   // of the recurrent layers
     float norm_epsilon, attention_scale, softcap, embedding_scale, residual_scale, logit_scale, logit_softcap;
     float router_epsilon, router_scale;
@@ -64,8 +65,12 @@ struct DecoderShape {
     const int64_t* layer_ropes;         // [num_layers]
     const int64_t* has_experts;         // [num_layers], whether a layer has experts, if the model has
     const int64_t* is_recurrent;        // [num_layers], whether a layer has a mixer in place of attention
+    const int64_t* is_bare;             // [num_layers], whether a layer has no feed-forward layer
     const float* inverse_frequencies;   // [num_ropes, rotary_dim / 2]
     const float* rope_scalings;         // [num_ropes]
+
+    // Projections in front of an activation: of the gate and of what it gates, or one.
+    int64_t num_gate_up() const { return has_squared_relu ? 1 : 2; }
 
     bool changes_logits() const { return logit_scale != 1.0f || logit_softcap > 0; }
 

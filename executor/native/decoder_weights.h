@@ -48,7 +48,7 @@ struct FeedForward {
     Matrix<Factor> gate_up, down;
 };
 
-// Vectors that a model has not are null, and matrices empty: a layer has a feed-forward layer, or a router
+// Vectors that a model has not are null, and matrices empty: a layer has a feed-forward layer, or none, or a router
 // `[num_experts, width]` and experts; then its feed-forward layer, if there is one, is the expert that all rows share.
 // The norms are those before and after attention, and before and after the
 // feed-forward layer.
@@ -81,7 +81,8 @@ class PackedWeights {
           layers(shape.num_layers),
           shape_(shape),
           is_recurrent_(shape.is_recurrent, shape.is_recurrent + shape.num_layers),
-          has_experts_(shape.has_experts, shape.has_experts + shape.num_layers) {}
+          has_experts_(shape.has_experts, shape.has_experts + shape.num_layers),
+          is_bare_(shape.is_bare, shape.is_bare + shape.num_layers) {}
 
     // Announces a part of a matrix that has codes, before memory is allocated.
     void declare(int64_t layer, int64_t part, const CodedPart& coded) {
@@ -217,8 +218,9 @@ class PackedWeights {
 
     // Of a feed-forward layer, or of an expert.
     int64_t inner_size(int64_t layer, int64_t part) const {
-        if (shape_.num_experts == 0 || part == PACK_EXPERT_GATE_UP || part == PACK_EXPERT_DOWN)
-            return shape_.intermediate_size;
+        if (part == PACK_EXPERT_GATE_UP || part == PACK_EXPERT_DOWN) return shape_.intermediate_size;
+        if (is_bare_[layer]) return 0;
+        if (shape_.num_experts == 0) return shape_.intermediate_size;
         return has_experts_[layer] ? shape_.shared_size : shape_.dense_size;
     }
 
@@ -247,8 +249,9 @@ class PackedWeights {
                 return {columns, is_recurrent(layer) ? shape_.mixer.depth() : shape_.attention_depth(), 1};
             case PACK_GATE_UP:
             case PACK_EXPERT_GATE_UP:
-                return {2 * round_up(shape_.inner_columns(inner_size(layer, part)).count, GATE_BLOCKS<Factor> * BLOCK_COLUMNS), hidden,
-                        2 * GATE_BLOCKS<Factor>};
+                return {shape_.num_gate_up() * round_up(shape_.inner_columns(inner_size(layer, part)).count,
+                                                        GATE_BLOCKS<Factor> * BLOCK_COLUMNS),
+                        hidden, shape_.num_gate_up() * GATE_BLOCKS<Factor>};
             default: return {columns, inner_size(layer, part), 1};
         }
     }
@@ -269,6 +272,7 @@ class PackedWeights {
             // Blocks of the gate and of the up projection alternate.
             case PACK_GATE_UP:
             case PACK_EXPERT_GATE_UP: {
+                if (shape_.num_gate_up() == 1) return column;
                 const int64_t inner = shape_.inner_columns(inner_size(layer, part)).count, index = column % inner;
                 return (2 * (index / BLOCK_COLUMNS) + column / inner) * BLOCK_COLUMNS + index % BLOCK_COLUMNS;
             }
@@ -327,7 +331,7 @@ class PackedWeights {
     }
 
     const DecoderShape shape_;
-    const std::vector<int64_t> is_recurrent_, has_experts_;
+    const std::vector<int64_t> is_recurrent_, has_experts_, is_bare_;
     std::map<std::pair<int64_t, int64_t>, Mixture> mixtures_;  // by layer and part
     std::unique_ptr<Arena> arena_;
 };

@@ -1,4 +1,5 @@
-// Recurrent layers: gated short convolutions (LFM2) and gated delta nets (Qwen3.5), with their state in slots.
+// Recurrent layers: gated short convolutions (LFM2), gated delta nets (Qwen3.5) and Mamba 2 (Granite 4, Nemotron-H),
+// with their state in slots.
 //
 // The formulas are those of executor/recurrent, whose docstrings have them. The layer's first projection of each new row
 // is in `projected`. A task computes all new rows of a sequence for some channels, or for a head of keys with its heads
@@ -9,6 +10,11 @@
 // A slot of a convolution has the newest inputs, that of position p at place p % num_places. A slot of a gated delta net
 // has two chunks of GRID positions, which it uses in turn, and the states at a boundary: a multiple of GRID that drafts
 // cannot reach. The states go on to the next chunk when a step begins behind it, and are not written otherwise.
+//
+// Mamba 2 has the slots of a gated delta net: its keys are B, its queries C and its updates dt * x. Many heads share a
+// key, and the norm behind them covers all of these, so it takes three phases of tasks: the convolution, in place of its
+// inputs in `projected`; some heads, each output in place of its z; and the norm of each row. The last one stores the
+// keys, which the tasks of the second read.
 
 #pragma once
 
@@ -23,26 +29,33 @@
 
 namespace inflight {
 
+constexpr int64_t DELTA_GRID = 64;
+
 extern "C" {
 
 // What a layer does in place of attention.
-enum MixerKind { NO_MIXER, SHORT_CONVOLUTION, GATED_DELTA };
+enum MixerKind { NO_MIXER, SHORT_CONVOLUTION, GATED_DELTA, MAMBA2 };
 
 // decoder.py's `_Mixer`, in the same order. All recurrent layers of a model are of one kind. `channels` are those of
-// the convolution; what follows is 0 without a gated delta net.
+// the convolution; what follows is 0 of a short convolution.
 struct MixerShape {
     int64_t kind, conv_width, channels, num_key_heads, num_heads, key_dim, value_dim;
 
-    // Columns of the projection of a layer's input: B, C, x; or queries, keys, values, z, b and a.
+    bool has_states() const { return kind == GATED_DELTA || kind == MAMBA2; }
+    // Columns of the projection of a layer's input: B, C, x; or queries, keys, values, z, b and a; or z, x, B, C and dt.
     int64_t columns() const {
+        if (kind == MAMBA2) return channels + num_heads * value_dim + num_heads;
         return kind == GATED_DELTA ? channels + num_heads * value_dim + 2 * num_heads : 3 * channels;
     }
     // Numbers of a row that the layer yields before its output projection.
-    int64_t depth() const { return kind == GATED_DELTA ? num_heads * value_dim : channels; }
+    int64_t depth() const { return has_states() ? num_heads * value_dim : channels; }
+    // Heads of values of a head of keys.
     int64_t group() const { return num_heads / num_key_heads; }
     // Numbers of `MixerVectors`.
     int64_t vector_numbers() const {
-        return conv_width * channels + (kind == GATED_DELTA ? 2 * num_heads + value_dim : channels);
+        const int64_t taps = conv_width * channels;
+        if (kind == MAMBA2) return taps + channels + 3 * num_heads + depth() + 2;
+        return taps + (kind == GATED_DELTA ? 2 * num_heads + value_dim : channels);
     }
 };
 
@@ -54,6 +67,11 @@ struct MixerShape {
 struct MixerMemory {
     void *inputs, *saved_inputs;
     float *states, *saved_states, *keys, *updates, *decays;
+
+    // `chunk` is that of `Span::chunk_of_slot`.
+    float* keys_of_chunk(const MixerShape& shape, int64_t chunk, int64_t key_head) const {
+        return keys + (chunk * shape.num_key_heads + key_head) * shape.key_dim * DELTA_GRID;
+    }
 };
 
 // A checkpoint of the first `position` tokens that is copied to a slot before the rows are computed, or saved with those
@@ -69,7 +87,7 @@ struct StateSave {
 struct StepStates {
     const MixerMemory* memories;  // [num_layers]
     const int64_t* slots;         // [num_sequences]
-    int64_t* boundaries;          // [slots], where the states of a gated delta net are; written
+    int64_t* boundaries;          // [slots], where the states of heads are; written
     const StateLoad* loads;
     const StateSave* saves;
     int64_t num_loads, num_saves, num_places;
@@ -77,29 +95,36 @@ struct StepStates {
 
 }  // extern "C"
 
-constexpr int64_t DELTA_GRID = 64;
 constexpr float DELTA_EPSILON = 1e-6f;    // of the norms of queries and keys
 constexpr int64_t CONV_ROWS = DELTA_GRID;  // that a convolution has in its window at once
-constexpr int64_t CONV_CHANNELS = 128;    // of a task of a short convolution
+constexpr int64_t CONV_CHANNELS = 128;    // of a task of a short convolution or of Mamba 2
+constexpr int64_t MAMBA2_HEADS = 8;        // of a task, at most
 
 // The vectors of a layer, one behind the other.
 struct MixerVectors {
     const float *taps;                // [conv_width, channels], the oldest first
-    const float *bias;                // [channels], of a short convolution
-    const float *rates, *gate_bias;   // [heads], of a gated delta net
-    const float *norm;                // [value_dim]
+    const float *bias;                // [channels], not of a gated delta net
+    const float *rates, *gate_bias;   // [heads], not of a short convolution
+    const float *norm;                // [value_dim] of a gated delta net, [depth] of Mamba 2
+    const float *skips;               // [heads] of Mamba 2, D
+    const float *limits;              // [2] of Mamba 2, the least and the largest dt
 
     MixerVectors(const MixerShape& shape, const float* numbers)
         : taps(numbers),
           bias(numbers + shape.conv_width * shape.channels),
-          rates(bias),
+          rates(bias + (shape.kind == GATED_DELTA ? 0 : shape.channels)),
           gate_bias(rates + shape.num_heads),
-          norm(gate_bias + shape.num_heads) {}
+          norm(gate_bias + shape.num_heads),
+          skips(norm + shape.depth()),
+          limits(skips + shape.num_heads) {}
 };
 
 // The new positions of a sequence, and the boundaries that its slot has before the step and after it.
 struct Span {
     int64_t slot, first_row, start, end, boundary, kept;
+
+    // The place of the chunk with a position among those of all slots.
+    int64_t chunk_of_slot(int64_t position) const { return 2 * slot + position / DELTA_GRID % 2; }
 };
 
 // Where the sequences of a step are. Writes the boundaries after the step.
@@ -285,7 +310,7 @@ void load_state(const MixerShape& shape, const MixerMemory& memory, const StateL
                     static_cast<Number*>(memory.saved_inputs) + (load.checkpoint * num_past + i) * channels,
                     channels * sizeof(Number));
     }
-    if (shape.kind != GATED_DELTA) return;
+    if (!shape.has_states()) return;
     const int64_t count = shape.num_heads * shape.key_dim * shape.value_dim;
     std::memcpy(memory.states + load.slot * count, memory.saved_states + load.checkpoint * count,
                 count * sizeof(float));
@@ -306,30 +331,43 @@ ALWAYS_INLINE void each_block_of(int64_t num_columns, const Work& work) {
     for (; column < num_columns; column += WIDTH) work(std::integral_constant<int, 1>{}, column);
 }
 
-// A key head of a sequence and its heads of values, which decay and correct a state each.
-class DeltaHead {
-  public:
-    // Of the states that are beyond the boundary which the slot keeps.
-    static int64_t scratch_numbers(const MixerShape& shape) { return shape.group() * shape.key_dim * shape.value_dim; }
+// The numbers of a thread's `MixerHeads` that a slot does not have: states that are beyond the boundary which it keeps,
+// and with own keys those of a chunk.
+inline int64_t heads_scratch_numbers(const MixerShape& shape, int64_t num_heads) {
+    return (num_heads * shape.value_dim + DELTA_GRID) * shape.key_dim;
+}
 
-    DeltaHead(const MixerShape& shape, const MixerMemory& memory, const StepStates& states, const Span& span,
-              int64_t sequence, int64_t key_head, float* scratch)
+// Some heads of values of a sequence with the same head of keys, which decay a state each and add to it. With CORRECTS
+// they correct it (gated delta net), have all heads of a head of keys, and keep the keys in the slot. Without, the keys
+// of the chunk are those of the task, as others read the slot.
+template <bool CORRECTS>
+class MixerHeads {
+  public:
+    MixerHeads(const MixerShape& shape, const MixerMemory& memory, const StepStates& states, const Span& span,
+               int64_t sequence, int64_t first_head, int64_t num_heads, float* scratch)
         : shape_(shape),
           memory_(memory),
           states_(states),
           span_(span),
           sequence_(sequence),
-          key_head_(key_head),
+          first_head_(first_head),
+          num_heads_(num_heads),
+          key_head_(first_head / shape.group()),
           state_numbers_(shape.key_dim * shape.value_dim),
           scratch_(scratch),
-          state_(memory.states + (span.slot * shape.num_heads + first_head()) * state_numbers_) {}
+          own_keys_(scratch + num_heads * state_numbers_),
+          state_(memory.states + (span.slot * shape.num_heads + first_head) * state_numbers_) {}
 
     // Goes to the chunk of the first new position.
     void begin() {
-        if (span_.start == 0) std::memset(state_, 0, shape_.group() * state_numbers_ * sizeof *state_);
+        if (span_.start == 0) std::memset(state_, 0, num_heads_ * state_numbers_ * sizeof *state_);
         chunk_ = span_.boundary;
         const int64_t first = span_.start / DELTA_GRID * DELTA_GRID;
-        if (chunk_ < first) advance_to(first);
+        read_keys();
+        if (chunk_ < first) {
+            advance_to(first);
+            read_keys();
+        }
         save();
     }
 
@@ -343,38 +381,40 @@ class DeltaHead {
     void end() {
         if (span_.end != chunk_ + DELTA_GRID) return;
         each_save(span_.end, [&](float* to) {
-            for (int64_t i = 0; i < shape_.group(); ++i) advance_head(i, to + i * state_numbers_);
+            for (int64_t i = 0; i < num_heads_; ++i) advance_head(i, to + i * state_numbers_);
         });
     }
 
     int64_t chunk() const { return chunk_; }
 
-    // Sets the key of a position, and its products with the keys up to it and of its query with them.
+    // Sets the key of a position, and its products with the keys up to it, if they are needed, and of its query with
+    // them.
     void put_key(int64_t position, const float* query, const float* key) {
         place_ = position - chunk_;
         query_ = query, key_ = key;
-        float* const keys = keys_of_chunk();
+        float* const keys = CORRECTS ? keys_of_slot() : own_keys_;
         for (int64_t d = 0; d < shape_.key_dim; ++d) keys[d * DELTA_GRID + place_] = key[d];
         for (int64_t first = 0; first <= place_; first += WIDTH) {
             Floats of_key = {}, of_query = {};
             for (int64_t d = 0; d < shape_.key_dim; ++d) {
                 const Floats column = load(keys + d * DELTA_GRID + first);
-                of_key = fused_add(of_key, all(key[d]), column);
+                if constexpr (CORRECTS) of_key = fused_add(of_key, all(key[d]), column);
                 of_query = fused_add(of_query, all(query[d]), column);
             }
-            store(with_key_ + first, of_key);
+            if constexpr (CORRECTS) store(with_key_ + first, of_key);
             store(with_query_ + first, of_query);
         }
     }
 
-    // Computes the output `[value_dim]` of a head at the position of `put_key`. `gate` is g there.
+    // Computes the output `[value_dim]` of a head at the position of `put_key`. `gate` is g there. Without a correction
+    // `values` are the update, and `beta` is not used.
     void attend(int64_t head, const float* values, float gate, float beta, float* outputs) {
         float* const decays = decays_of_chunk(head);
         const float decay = gate + (place_ == 0 ? 0.0f : decays[place_ - 1]);
         decays[place_] = decay;
         for (int64_t first = 0; first <= place_; first += WIDTH) {
             const Floats weights = exponential(decay - load(decays + first));
-            store(key_weights_ + first, load(with_key_ + first) * weights);
+            if constexpr (CORRECTS) store(key_weights_ + first, load(with_key_ + first) * weights);
             store(query_weights_ + first, load(with_query_ + first) * weights);
         }
         alignas(64) float grown[WIDTH];
@@ -391,9 +431,8 @@ class DeltaHead {
             const Floats own = all(query_weights_[place_]);
 #pragma GCC unroll 8
             for (int i = 0; i < COUNT; ++i) {
-                const Floats value = load(values + column + i * WIDTH);
-                const Floats rest = fused_add(value - known[i], -factor, of_key[i]);
-                const Floats update = rate * rest;
+                Floats update = load(values + column + i * WIDTH);
+                if constexpr (CORRECTS) update = rate * fused_add(update - known[i], -factor, of_key[i]);
                 store(updates + place_ * dim + column + i * WIDTH, update);
                 store(outputs + column + i * WIDTH, fused_add(fused_add(seen[i], own, update), factor, of_query[i]));
             }
@@ -401,39 +440,41 @@ class DeltaHead {
     }
 
   private:
-    // Adds rows of a matrix, each by two factors.
+    // Adds rows of a matrix, each by two factors, of which only a correction needs the first.
     template <int COUNT>
     static ALWAYS_INLINE void add_rows(const float* rows, int64_t stride, int64_t num_rows, const float* first,
                                        const float* second, Floats (&first_sums)[COUNT],
                                        Floats (&second_sums)[COUNT]) {
         for (int64_t row = 0; row < num_rows; ++row, rows += stride) {
-            const Floats by_first = all(first[row]), by_second = all(second[row]);
+            const Floats by_first = CORRECTS ? all(first[row]) : Floats{}, by_second = all(second[row]);
 #pragma GCC unroll 8
             for (int i = 0; i < COUNT; ++i) {
                 const Floats numbers = load(rows + i * WIDTH);
-                first_sums[i] = fused_add(first_sums[i], by_first, numbers);
+                if constexpr (CORRECTS) first_sums[i] = fused_add(first_sums[i], by_first, numbers);
                 second_sums[i] = fused_add(second_sums[i], by_second, numbers);
             }
         }
     }
 
-    int64_t first_head() const { return key_head_ * shape_.group(); }
-    int64_t chunk_of_slot() const { return 2 * span_.slot + chunk_ / DELTA_GRID % 2; }
-    float* keys_of_chunk() const {
-        return memory_.keys + (chunk_of_slot() * shape_.num_key_heads + key_head_) * shape_.key_dim * DELTA_GRID;
-    }
+    int64_t chunk_of_slot() const { return span_.chunk_of_slot(chunk_); }
+    float* keys_of_slot() const { return memory_.keys_of_chunk(shape_, chunk_of_slot(), key_head_); }
     float* updates_of_chunk(int64_t head) const {
         return memory_.updates +
-               (chunk_of_slot() * shape_.num_heads + first_head() + head) * DELTA_GRID * shape_.value_dim;
+               (chunk_of_slot() * shape_.num_heads + first_head_ + head) * DELTA_GRID * shape_.value_dim;
     }
     float* decays_of_chunk(int64_t head) const {
-        return memory_.decays + (chunk_of_slot() * shape_.num_heads + first_head() + head) * DELTA_GRID;
+        return memory_.decays + (chunk_of_slot() * shape_.num_heads + first_head_ + head) * DELTA_GRID;
+    }
+
+    void read_keys() const {
+        if constexpr (!CORRECTS)
+            std::memcpy(own_keys_, keys_of_slot(), shape_.key_dim * DELTA_GRID * sizeof *own_keys_);
     }
 
     // Up to the boundary that is kept, the states of the slot go on.
     void advance_to(int64_t chunk) {
         float* const to = chunk <= span_.kept ? state_ : scratch_;
-        for (int64_t i = 0; i < shape_.group(); ++i) advance_head(i, to + i * state_numbers_);
+        for (int64_t i = 0; i < num_heads_; ++i) advance_head(i, to + i * state_numbers_);
         state_ = to;
         chunk_ = chunk;
     }
@@ -441,7 +482,7 @@ class DeltaHead {
     // The state at the end of the chunk: exp(G) * S + sum over j of exp(G - G[j]) * k[j] u[j]ᵀ, with G at the end.
     void advance_head(int64_t head, float* to) const {
         const float* const decays = decays_of_chunk(head);
-        const float* const keys = keys_of_chunk();
+        const float* const keys = CORRECTS ? keys_of_slot() : own_keys_;
         const float* const updates = updates_of_chunk(head);
         const float* const state = state_ + head * state_numbers_;
         const int64_t dim = shape_.value_dim;
@@ -474,13 +515,13 @@ class DeltaHead {
         for (int64_t i = 0; i < states_.num_saves; ++i) {
             const StateSave& one = states_.saves[i];
             if (one.row == sequence_ && one.position == position)
-                work(memory_.saved_states + (one.checkpoint * shape_.num_heads + first_head()) * state_numbers_);
+                work(memory_.saved_states + (one.checkpoint * shape_.num_heads + first_head_) * state_numbers_);
         }
     }
 
     void save() const {
         each_save(chunk_, [&](float* to) {
-            std::memcpy(to, state_, shape_.group() * state_numbers_ * sizeof *to);
+            std::memcpy(to, state_, num_heads_ * state_numbers_ * sizeof *to);
         });
     }
 
@@ -488,8 +529,9 @@ class DeltaHead {
     const MixerMemory& memory_;
     const StepStates& states_;
     const Span& span_;
-    const int64_t sequence_, key_head_, state_numbers_;
+    const int64_t sequence_, first_head_, num_heads_, key_head_, state_numbers_;
     float* const scratch_;
+    float* const own_keys_;  // [key_dim, GRID]
     float* state_;  // at the begin of the chunk
     int64_t chunk_ = 0, place_ = 0;
     const float *query_ = nullptr, *key_ = nullptr;
@@ -513,9 +555,9 @@ ALWAYS_INLINE void scale_to_length(float* x, int64_t size, float factor) {
 template <class Element>
 class MixerStep {
   public:
-    // `projected` are rows of `stride` numbers, and `to` rows of what the layer yields.
+    // `projected` are rows of `stride` numbers, which Mamba 2 overwrites, and `to` rows of what the layer yields.
     MixerStep(const MixerShape& shape, const MixerMemory& memory, const MixerVectors& vectors,
-              const StepStates& states, const std::vector<Span>& spans, const float* projected, int64_t stride,
+              const StepStates& states, const std::vector<Span>& spans, float* projected, int64_t stride,
               const Rows<Element>& to, float epsilon)
         : shape_(shape),
           memory_(memory),
@@ -525,36 +567,60 @@ class MixerStep {
           projected_(projected),
           stride_(stride),
           to_(to),
-          epsilon_(epsilon),
-          tasks_of_sequence_(shape.kind == GATED_DELTA ? shape.num_key_heads
-                                                       : (shape.channels + CONV_CHANNELS - 1) / CONV_CHANNELS) {}
+          epsilon_(epsilon) {}
 
     // Of one thread.
     static int64_t scratch_numbers(const MixerShape& shape) {
         const int64_t window = (shape.conv_width - 1 + CONV_ROWS + 1) * row_numbers(shape);
-        return window + (shape.kind == GATED_DELTA ? DeltaHead::scratch_numbers(shape) + shape.value_dim : 0);
+        if (shape.kind == SHORT_CONVOLUTION) return window;
+        const int64_t num_heads = shape.kind == MAMBA2 ? heads_of_task(shape) : shape.group();
+        const int64_t of_heads = heads_scratch_numbers(shape, num_heads) + 2 * shape.value_dim;
+        return shape.kind == MAMBA2 ? std::max(window, of_heads) : window + of_heads;
     }
 
-    int64_t num_tasks() const { return (int64_t)spans_.size() * tasks_of_sequence_; }
+    // Phases of tasks, one after the other.
+    int num_phases() const { return shape_.kind == MAMBA2 ? 3 : 1; }
 
-    void compute(int64_t task, float* scratch) const {
-        const int64_t sequence = task / tasks_of_sequence_, part = task % tasks_of_sequence_;
-        if (shape_.kind == GATED_DELTA)
+    int64_t num_tasks(int phase) const {
+        const int64_t num_sequences = (int64_t)spans_.size();
+        if (phase == 2) return spans_.back().first_row + spans_.back().end - spans_.back().start + num_sequences;
+        return num_sequences * tasks_of_sequence(phase);
+    }
+
+    void compute(int phase, int64_t task, float* scratch) const {
+        if (phase == 2) return task < (int64_t)spans_.size() ? store_keys(task) : norm(task - spans_.size());
+        const int64_t sequence = task / tasks_of_sequence(phase), part = task % tasks_of_sequence(phase);
+        if (phase == 1)
+            add_to_states(sequence, part, scratch);
+        else if (shape_.kind == GATED_DELTA)
             delta(sequence, part, scratch);
+        else if (shape_.kind == MAMBA2)
+            convolve_in_place(sequence, part * CONV_CHANNELS, scratch);
         else
             convolve(sequence, part * CONV_CHANNELS, scratch);
     }
 
   private:
+    // The most heads that divide those of a key.
+    static int64_t heads_of_task(const MixerShape& shape) {
+        int64_t count = std::min(shape.group(), MAMBA2_HEADS);
+        while (shape.group() % count != 0) --count;
+        return count;
+    }
+
+    int64_t tasks_of_sequence(int phase) const {
+        if (phase == 1) return shape_.num_heads / heads_of_task(shape_);
+        return shape_.kind == GATED_DELTA ? shape_.num_key_heads
+                                          : (shape_.channels + CONV_CHANNELS - 1) / CONV_CHANNELS;
+    }
+
     // Of a row of the window of a task.
     static int64_t row_numbers(const MixerShape& shape) {
         if (shape.kind != GATED_DELTA) return CONV_CHANNELS;
         return 2 * round_up(shape.key_dim, LANES) + round_up(shape.group() * shape.value_dim, LANES);
     }
 
-    const float* projected_row(const Span& span, int64_t row) const {
-        return projected_ + (span.first_row + row) * stride_;
-    }
+    float* projected_row(const Span& span, int64_t row) const { return projected_ + (span.first_row + row) * stride_; }
 
     void convolve(int64_t sequence, int64_t first, float* scratch) const {
         const Span& span = spans_[sequence];
@@ -594,7 +660,7 @@ class MixerStep {
         };
         Convolution<Element> convolution(shape_, memory_, states_, span, sequence, parts, 3, window, width);
         convolution.begin(input);
-        DeltaHead head(shape_, memory_, states_, span, sequence, key_head, outputs + value_dim);
+        MixerHeads<true> head(shape_, memory_, states_, span, sequence, key_head * group, group, outputs + value_dim);
         head.begin();
         for (int64_t start = span.start; start < span.end;) {
             if (start == head.chunk() + DELTA_GRID) head.advance();
@@ -614,17 +680,91 @@ class MixerStep {
     }
 
     // Computes a head of values, norms and gates it.
-    void attend(DeltaHead& head, const Span& span, int64_t row, int64_t index, int64_t of_group, const float* values,
-                float* outputs) const {
+    void attend(MixerHeads<true>& head, const Span& span, int64_t row, int64_t index, int64_t of_group,
+                const float* values, float* outputs) const {
         const int64_t dim = shape_.value_dim, num_heads = shape_.num_heads;
         const float* const numbers = projected_row(span, row) + shape_.channels;
         const float *const z = numbers + index * dim, *const b = numbers + num_heads * dim, *const a = b + num_heads;
         const float x = a[index] + vectors_.gate_bias[index];
-        const float gate = vectors_.rates[index] * (x > 20.0f ? x : std::log1p(std::exp(x)));
+        const float gate = vectors_.rates[index] * softplus(x);
         head.attend(of_group, values, gate, 1.0f / (1.0f + std::exp(-b[index])), outputs);
         norm_row(outputs, vectors_.norm, dim, epsilon_,
                  [&](int64_t i, Floats normed) { store(outputs + i, normed * silu(load(z + i))); });
         to_.put(span.first_row + row, index * dim, outputs, dim);
+    }
+
+    static float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
+
+    // Some channels of the convolution of Mamba 2, with its bias and SiLU.
+    void convolve_in_place(int64_t sequence, int64_t first, float* scratch) const {
+        const Span& span = spans_[sequence];
+        const Channels part{first, std::min(CONV_CHANNELS, shape_.channels - first)};
+        float *const sums = scratch, *const window = scratch + CONV_CHANNELS;
+        const auto input = [&](int64_t row, const Channels& channels, float* to) {
+            copy_rounded<Element>(to, projected_row(span, row) + shape_.depth() + channels.first, channels.count);
+        };
+        Convolution<Element> convolution(shape_, memory_, states_, span, sequence, &part, 1, window, CONV_CHANNELS);
+        convolution.begin(input);
+        const int64_t num_rows = span.end - span.start;
+        for (int64_t row = 0; row < num_rows; row += CONV_ROWS)
+            convolution.next(std::min(CONV_ROWS, num_rows - row), vectors_, sums, input, [&](int64_t at, float* mixed) {
+                float* const to = projected_row(span, at) + shape_.depth() + first;
+                for (int64_t c = 0; c < part.count; c += WIDTH)
+                    store(to + c, silu(load(mixed + c) + load(vectors_.bias + first + c)));
+            });
+    }
+
+    // Some heads of Mamba 2.
+    void add_to_states(int64_t sequence, int64_t part, float* scratch) const {
+        const Span& span = spans_[sequence];
+        const int64_t count = heads_of_task(shape_), first = part * count, dim = shape_.value_dim;
+        float *const outputs = scratch, *const update = outputs + dim;
+        MixerHeads<false> heads(shape_, memory_, states_, span, sequence, first, count, update + dim);
+        heads.begin();
+        for (int64_t position = span.start; position < span.end; ++position) {
+            if (position == heads.chunk() + DELTA_GRID) heads.advance();
+            float* const row = projected_row(span, position - span.start);
+            const float* const key = key_of(row, first / shape_.group());
+            heads.put_key(position, key + shape_.num_key_heads * shape_.key_dim, key);
+            for (int64_t head = first; head < first + count; ++head) {
+                float* const z = row + head * dim;
+                const float* const x = z + shape_.depth();
+                const float bare = softplus(row[shape_.depth() + shape_.channels + head] + vectors_.gate_bias[head]);
+                const float step = std::min(std::max(bare, vectors_.limits[0]), vectors_.limits[1]);
+                for (int64_t c = 0; c < dim; c += WIDTH) store(update + c, load(x + c) * step);
+                heads.attend(head - first, update, vectors_.rates[head] * step, 1.0f, outputs);
+                const Floats skip = all(vectors_.skips[head]);
+                for (int64_t c = 0; c < dim; c += WIDTH)
+                    store(z + c, fused_add(load(outputs + c), skip, load(x + c)) * silu(load(z + c)));
+            }
+        }
+        heads.end();
+    }
+
+    // B of a row, behind z and x.
+    const float* key_of(const float* row, int64_t key_head) const {
+        return row + 2 * shape_.depth() + key_head * shape_.key_dim;
+    }
+
+    // Keeps the keys behind the boundary that the slot has after the step.
+    void store_keys(int64_t sequence) const {
+        const Span& span = spans_[sequence];
+        for (int64_t position = std::max(span.start, span.kept); position < span.end; ++position)
+            for (int64_t head = 0; head < shape_.num_key_heads; ++head) {
+                float* const keys = memory_.keys_of_chunk(shape_, span.chunk_of_slot(position), head);
+                const float* const key = key_of(projected_row(span, position - span.start), head);
+                for (int64_t d = 0; d < shape_.key_dim; ++d) keys[d * DELTA_GRID + position % DELTA_GRID] = key[d];
+            }
+    }
+
+    // Norms the gated outputs of a row of the step, those of each head of keys together.
+    void norm(int64_t row) const {
+        const int64_t size = shape_.group() * shape_.value_dim;
+        float* const numbers = projected_ + row * stride_;
+        for (int64_t first = 0; first < shape_.depth(); first += size)
+            norm_row(numbers + first, vectors_.norm + first, size, epsilon_,
+                     [&](int64_t i, Floats normed) { store(numbers + first + i, normed); });
+        to_.put(row, 0, numbers, shape_.depth());
     }
 
     const MixerShape& shape_;
@@ -632,11 +772,10 @@ class MixerStep {
     const MixerVectors vectors_;
     const StepStates& states_;
     const std::vector<Span>& spans_;
-    const float* const projected_;
+    float* const projected_;
     const int64_t stride_;
     const Rows<Element>& to_;
     const float epsilon_;
-    const int64_t tasks_of_sequence_;
 };
 
 }  // namespace inflight

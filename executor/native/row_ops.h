@@ -70,4 +70,10 @@ ALWAYS_INLINE Floats clamped(Floats gate, Floats up, float factor, float limit) 
     return low / (1.0f + power_of_two<Element>(exponent * -LOG2_E)) * (within + 1.0f);
 }
 
+// max(x, 0)^2
+ALWAYS_INLINE Floats squared_relu(Floats x) {
+    const Floats positive = larger(x, all(0.0f));
+    return positive * positive;
+}
+
 }  // namespace inflight

@@ -50,6 +50,24 @@ class DeltaMemory:
     gates: Tensor
     checkpoints: Tensor
 
+    @classmethod
+    def allocate(cls, shape: MixerShape, sizes: StateSizes, dtype: torch.dtype, device: torch.device) -> DeltaMemory:
+        """Allocates the memory of a layer, for activations of `dtype`."""
+        slots, heads, key_dim, value_dim = sizes.num_slots, shape.num_heads, shape.key_dim, shape.value_dim
+
+        def zeros(*size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.float32, device=device)
+
+        return cls(
+            ConvMemory.allocate(shape.channels, shape.conv_width, sizes, dtype, device),
+            zeros(slots, heads, key_dim, value_dim),
+            torch.zeros(slots, dtype=torch.int64, device=device),
+            zeros(slots, NUM_PLACES, shape.num_key_heads, key_dim),
+            zeros(slots, NUM_PLACES, heads, value_dim),
+            zeros(slots, NUM_PLACES, heads),
+            zeros(sizes.num_checkpoints, heads, key_dim, value_dim),
+        )
+
     @property
     def num_bytes(self) -> int:
         own = (self.states, self.boundaries, self.keys, self.updates, self.gates, self.checkpoints)
@@ -90,13 +108,13 @@ class Chunk:
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaInputs:
     """What a step gives to the heads: `queries`, `keys` and `values` `[T, heads, dim]`, `gates` g and `betas` `[T,
-    heads]`. All are float32."""
+    heads]`. All are float32. Without `betas` the values are the updates: nothing is corrected (Mamba 2)."""
 
     queries: Tensor
     keys: Tensor
     values: Tensor
     gates: Tensor
-    betas: Tensor
+    betas: Tensor | None
 
 
 def delta_rule(inputs: DeltaInputs, memory: DeltaMemory, step: StateStep) -> Tensor:
@@ -196,17 +214,14 @@ def _tile(
         tile[is_new] = values[tokens]
         return tile.transpose(1, 2)
 
-    queries, keys, values, gates, betas = map(
-        placed, (inputs.queries, inputs.keys, inputs.values, inputs.gates, inputs.betas)
-    )
+    queries, keys, values, gates = map(placed, (inputs.queries, inputs.keys, inputs.values, inputs.gates))
     places = (tiles - chunk.starts[rows])[:, None] + torch.arange(TILE)  # [B, TILE], in the chunk
     batch = rows[:, None]
     known_keys = chunk.keys[batch, :, places].transpose(1, 2)
     known_updates = chunk.updates[batch, :, places].transpose(1, 2)
     fresh = is_new[:, None]
     columns = torch.arange(GRID)
-    is_earlier = (columns < places[..., None])[:, None]  # [B, 1, TILE, GRID]
-    is_seen = (columns <= places[..., None])[:, None]
+    is_seen = (columns <= places[..., None])[:, None]  # [B, 1, TILE, GRID]
     gates = torch.where(fresh, gates, chunk.gates[batch, :, places].transpose(1, 2))
     chunk.gates[batch, :, places] = gates.transpose(1, 2)
     all_decays = chunk.decays(rows)
@@ -217,14 +232,19 @@ def _tile(
     distances = decays[..., None] - all_decays[..., None, :]  # [B, heads, TILE, GRID]
     weights = distances.masked_fill(~is_seen, float("-inf")).exp()
     grown = decays.exp()[..., None]
-    likeness = (keys @ all_keys.mT) * weights.masked_fill(~is_earlier, 0.0) * betas[..., None]
-    in_tile = ((columns >= places[:, :1]) & (columns < places[:, :1] + TILE))[:, None, None]
-    wanted = (values - grown * (keys @ states)) * betas[..., None]
-    wanted = wanted - likeness.masked_fill(in_tile, 0.0) @ all_updates
-    index = places[:, None, None].expand(*likeness.shape[:-1], TILE)
-    system = torch.where(fresh[..., None], likeness.gather(-1, index), 0.0)
-    wanted = torch.where(fresh[..., None], wanted, known_updates)
-    updates = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    if inputs.betas is None:
+        updates = torch.where(fresh[..., None], values, known_updates)
+    else:
+        betas = placed(inputs.betas)
+        is_earlier = (columns < places[..., None])[:, None]
+        likeness = (keys @ all_keys.mT) * weights.masked_fill(~is_earlier, 0.0) * betas[..., None]
+        in_tile = ((columns >= places[:, :1]) & (columns < places[:, :1] + TILE))[:, None, None]
+        wanted = (values - grown * (keys @ states)) * betas[..., None]
+        wanted = wanted - likeness.masked_fill(in_tile, 0.0) @ all_updates
+        index = places[:, None, None].expand(*likeness.shape[:-1], TILE)
+        system = torch.where(fresh[..., None], likeness.gather(-1, index), 0.0)
+        wanted = torch.where(fresh[..., None], wanted, known_updates)
+        updates = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     chunk.updates[batch, :, places] = updates.transpose(1, 2)
     attended = (queries @ all_keys.mT) * weights
     outputs = grown * (queries @ states) + attended @ chunk.updates[rows]
@@ -248,25 +268,16 @@ class GatedDeltaNet(nn.Module):
         self._bias: Tensor = source.dt_bias.detach()
 
     def allocate(self, sizes: StateSizes, dtype: torch.dtype, device: torch.device) -> DeltaMemory:
-        slots, key_dim, value_dim = sizes.num_slots, self._key_dim, self._value_dim
+        return DeltaMemory.allocate(self._shape, sizes, dtype, device)
 
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=device)
-
-        return DeltaMemory(
-            ConvMemory.allocate(len(self._taps[0]), len(self._taps), sizes, dtype, device),
-            zeros(slots, self._heads, key_dim, value_dim),
-            torch.zeros(slots, dtype=torch.int64, device=device),
-            zeros(slots, NUM_PLACES, self._key_heads, key_dim),
-            zeros(slots, NUM_PLACES, self._heads, value_dim),
-            zeros(slots, NUM_PLACES, self._heads),
-            zeros(sizes.num_checkpoints, self._heads, key_dim, value_dim),
-        )
+    @property
+    def _shape(self) -> MixerShape:
+        sizes = (self._key_heads, self._heads, self._key_dim, self._value_dim)
+        return MixerShape(len(self._taps), len(self._taps[0]), *sizes)
 
     def weights(self) -> MixerWeights:
-        sizes = (self._key_heads, self._heads, self._key_dim, self._value_dim)
         return MixerWeights(
-            MixerShape(len(self._taps), len(self._taps[0]), *sizes),
+            self._shape,
             (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a),
             self.out_proj,
             torch.stack(self._taps),

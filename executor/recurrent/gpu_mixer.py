@@ -1,4 +1,5 @@
-"""A recurrent layer on a GPU, between its two projections: a short convolution is one kernel, a gated delta net three.
+"""A recurrent layer on a GPU, between its two projections: a short convolution is one kernel, a gated delta net or
+Mamba 2 three.
 
 No launch depends on the content of a tensor, so a step can be captured in a CUDA graph.
 """
@@ -16,6 +17,8 @@ from inflight.executor.kernels.recurrent import (
     delta_inputs_kernel,
     delta_rule_kernel,
     gated_norm_kernel,
+    mamba2_inputs_kernel,
+    mamba2_norm_kernel,
     short_conv_kernel,
 )
 from inflight.executor.kernels.tiling import padded_dim, power_of_two
@@ -31,6 +34,9 @@ MAX_TILE_VALUES = 32
 SLICE = 16
 # Programs that share the positions of a sequence, where these do not depend on each other.
 MAX_SPLITS = 16
+# Of a norm of many heads, so that a thread has 16.
+NUMBERS_OF_WARP = 512
+OF_GRID = {"GRID": DELTA_GRID, "PLACES": DELTA_PLACES}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +65,7 @@ class GpuMixer:
         # Padding tokens belong to no sequence.
         make = torch.zeros if batch.is_padded else torch.empty
         outputs = make((projected.shape[0], self.shape.depth), dtype=projected.dtype, device=projected.device)
-        compute = self._delta if self.shape.num_heads else self._convolve
+        compute = self._states if self.shape.num_heads else self._convolve
         compute(projected, batch, memory, outputs, epsilon)
         return outputs
 
@@ -77,62 +83,111 @@ class GpuMixer:
             TILE_COLUMNS=TILE_CHANNELS,
         )
 
-    def _delta(
+    def _states(
         self, projected: Tensor, batch: StepBatch, memory: StateTensors, outputs: Tensor, epsilon: float
     ) -> None:
-        shape, num_tokens, device = self.shape, projected.shape[0], projected.device
-        heads, num_splits = shape.num_heads, _num_splits(batch)
-        rates, gate_bias, norm = self.vectors
+        shape, device = self.shape, projected.device
         mixed, gates, unnormed = (
-            torch.empty((num_tokens, size), dtype=torch.float32, device=device)
-            for size in (shape.channels, 2 * heads, shape.depth)
+            torch.empty((projected.shape[0], size), dtype=torch.float32, device=device)
+            for size in (shape.channels, 2 * shape.num_heads, shape.depth)
         )
-        inputs, saved_inputs = self._inputs(memory)
         states, saved_states, keys, updates, decays = (
             tensor[:, self.number]
             for tensor in (memory.states, memory.saved_states, memory.keys, memory.updates, memory.decays)
         )
-        sizes = {
-            "NUM_KEY_HEADS": shape.num_key_heads,
-            "NUM_HEADS": heads,
-            "KEY_DIM": shape.key_dim,
-            "VALUE_DIM": shape.value_dim,
-            "CHANNELS": shape.channels,
-        }
-        delta_inputs_kernel[(batch.num_sequences, 2 * shape.num_key_heads + heads + 1, num_splits)](
-            *(projected, self.taps, rates, gate_bias, *_rows(batch), inputs, saved_inputs, mixed, gates),
-            *(projected.stride(0), inputs.stride(0), saved_inputs.stride(0)),
-            **sizes,
-            **self._places(inputs),
-            NUM_SPLITS=num_splits,
-            TILE_COLUMNS=power_of_two(max(shape.key_dim, shape.value_dim)),
-            PADDED_HEADS=power_of_two(heads),
-            QUERY_SCALE=shape.key_dim**-0.5,
-        )
+        (self._delta_inputs if shape.corrects else self._mamba2_inputs)(projected, batch, memory, mixed, gates)
         tile_values = min(MAX_TILE_VALUES, padded_dim(shape.value_dim))
         # The states of the positions behind the boundary that slots keep; a step of decodes has none.
         beyond = states
         if batch.num_tokens > batch.num_sequences:
             beyond = torch.empty((batch.num_sequences, *states.shape[1:]), dtype=states.dtype, device=device)
-        of_grid = {"GRID": DELTA_GRID, "PLACES": DELTA_PLACES}
-        delta_rule_kernel[(batch.num_sequences, heads, -(-shape.value_dim // tile_values))](
+        delta_rule_kernel[(batch.num_sequences, shape.num_heads, -(-shape.value_dim // tile_values))](
             *(mixed, gates, *_rows(batch), states, saved_states, beyond, keys, updates, decays, unnormed),
             *(tensor.stride(0) for tensor in (states, saved_states, keys, updates, decays)),
-            **sizes,
-            **of_grid,
+            **self._sizes,
+            **OF_GRID,
             SLICE=SLICE,
             TILE_VALUES=tile_values,
+            CORRECTS=shape.corrects,
             num_stages=2,
         )
-        gated_norm_kernel[(batch.num_sequences, heads, num_splits)](
-            *(unnormed, projected, mixed, gates, norm, *_rows(batch), keys, decays, outputs),
+        norm = self._delta_norm if shape.corrects else self._mamba2_norm
+        norm(*(unnormed, projected, mixed, gates, keys, decays, outputs), batch=batch, epsilon=epsilon)
+
+    def _delta_inputs(
+        self, projected: Tensor, batch: StepBatch, memory: StateTensors, mixed: Tensor, gates: Tensor
+    ) -> None:
+        shape, (inputs, saved), num_splits = self.shape, self._inputs(memory), _num_splits(batch)
+        rates, gate_bias, _ = self.vectors
+        delta_inputs_kernel[(batch.num_sequences, 2 * shape.num_key_heads + shape.num_heads + 1, num_splits)](
+            *(projected, self.taps, rates, gate_bias, *_rows(batch), inputs, saved, mixed, gates),
+            *(projected.stride(0), inputs.stride(0), saved.stride(0)),
+            **self._sizes,
+            **self._places(inputs),
+            NUM_SPLITS=num_splits,
+            TILE_COLUMNS=power_of_two(max(shape.key_dim, shape.value_dim)),
+            PADDED_HEADS=power_of_two(shape.num_heads),
+            QUERY_SCALE=shape.key_dim**-0.5,
+        )
+
+    def _mamba2_inputs(
+        self, projected: Tensor, batch: StepBatch, memory: StateTensors, mixed: Tensor, gates: Tensor
+    ) -> None:
+        shape, (inputs, saved), num_splits = self.shape, self._inputs(memory), _num_splits(batch)
+        bias, rates, gate_bias, _, _, limits = self.vectors
+        mamba2_inputs_kernel[(batch.num_sequences, -(-shape.channels // TILE_CHANNELS) + 1, num_splits)](
+            *(projected, self.taps, bias, rates, gate_bias, limits, *_rows(batch), inputs, saved, mixed, gates),
+            *(projected.stride(0), inputs.stride(0), saved.stride(0)),
+            NUM_HEADS=shape.num_heads,
+            DEPTH=shape.depth,
+            CHANNELS=shape.channels,
+            **self._places(inputs),
+            NUM_SPLITS=num_splits,
+            TILE_COLUMNS=TILE_CHANNELS,
+            PADDED_HEADS=power_of_two(shape.num_heads),
+        )
+
+    def _delta_norm(self, *tensors: Tensor, batch: StepBatch, epsilon: float) -> None:
+        unnormed, projected, mixed, gates, keys, decays, outputs = tensors
+        shape, num_splits = self.shape, _num_splits(batch)
+        gated_norm_kernel[(batch.num_sequences, shape.num_heads, num_splits)](
+            *(unnormed, projected, mixed, gates, self.vectors[2], *_rows(batch), keys, decays, outputs),
             *(projected.stride(0), keys.stride(0), decays.stride(0), epsilon),
-            **sizes,
-            **of_grid,
+            **self._sizes,
+            **OF_GRID,
             PADDED_KEY=padded_dim(shape.key_dim),
             PADDED_VALUES=power_of_two(shape.value_dim),
             NUM_SPLITS=num_splits,
         )
+
+    def _mamba2_norm(self, *tensors: Tensor, batch: StepBatch, epsilon: float) -> None:
+        unnormed, projected, mixed, gates, keys, decays, outputs = tensors
+        shape, num_splits = self.shape, _num_splits(batch)
+        group = shape.num_heads // shape.num_key_heads
+        padded_group = power_of_two(group * shape.value_dim)
+        _, _, _, norm, skips, _ = self.vectors
+        mamba2_norm_kernel[(batch.num_sequences, shape.num_key_heads, num_splits)](
+            *(unnormed, projected, mixed, gates, skips, norm, *_rows(batch), keys, decays, outputs),
+            *(projected.stride(0), keys.stride(0), decays.stride(0), epsilon),
+            **self._sizes,
+            **OF_GRID,
+            PADDED_KEY=padded_dim(shape.key_dim),
+            PADDED_GROUP=padded_group,
+            PADDED_HEADS=power_of_two(group),
+            NUM_SPLITS=num_splits,
+            num_warps=max(1, min(16, padded_group // NUMBERS_OF_WARP)),
+        )
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        shape = self.shape
+        return {
+            "NUM_KEY_HEADS": shape.num_key_heads,
+            "NUM_HEADS": shape.num_heads,
+            "KEY_DIM": shape.key_dim,
+            "VALUE_DIM": shape.value_dim,
+            "CHANNELS": shape.channels,
+        }
 
     def _inputs(self, memory: StateTensors) -> tuple[Tensor, Tensor]:
         return memory.inputs[:, self.number], memory.saved_inputs[:, self.number]

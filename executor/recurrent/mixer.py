@@ -24,7 +24,8 @@ from inflight.executor.step.batch import StepBatch
 class MixerShape:
     """Sizes of a recurrent layer: a convolution of `channels` over `conv_width` positions and, in a gated delta net,
     `num_heads` states of `key_dim` times `value_dim` numbers on `num_key_heads` heads of keys. Without it, in a short
-    convolution, these are 0."""
+    convolution, these are 0. Mamba 2 is a gated delta net whose tokens are not corrected (`corrects`): its heads of
+    keys are its groups."""
 
     conv_width: int
     channels: int
@@ -32,6 +33,7 @@ class MixerShape:
     num_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    corrects: bool = True
 
     @property
     def depth(self) -> int:

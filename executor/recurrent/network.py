@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inflight.common.model_files.recurrent import RECURRENT_LAYERS
+from inflight.common.model_files.recurrent import (
+    FEED_FORWARD_LAYERS,
+    GATED_DELTA_NETS,
+    RECURRENT_LAYERS,
+    SHORT_CONVOLUTIONS,
+)
 from inflight.executor.recurrent.gated_delta import GatedDeltaNet
+from inflight.executor.recurrent.mamba2 import Mamba2
 from inflight.executor.recurrent.mixer import Mixer
 from inflight.executor.recurrent.short_conv import ShortConvolution
 
@@ -26,7 +32,7 @@ class RecurrentStep(Protocol):
 class RecurrentLayer(nn.Module):
     """Stands in a network in place of a recurrent layer, whose arguments it takes."""
 
-    def __init__(self, mixer: ShortConvolution | GatedDeltaNet, layer: int) -> None:
+    def __init__(self, mixer: ShortConvolution | GatedDeltaNet | Mamba2, layer: int) -> None:
         super().__init__()
         self.mixer = mixer
         self.layer = layer
@@ -41,19 +47,33 @@ class _Kind:
     """Where a layer has its recurrent module, and what replaces it."""
 
     attribute: str
-    make: Callable[[Any], ShortConvolution | GatedDeltaNet]
+    make: Callable[[Any], ShortConvolution | GatedDeltaNet | Mamba2]
 
 
+# By `model_type`.
 KINDS = {
-    "conv": _Kind("conv", ShortConvolution),
-    "linear_attention": _Kind("linear_attn", GatedDeltaNet),
+    **dict.fromkeys(SHORT_CONVOLUTIONS, _Kind("conv", ShortConvolution)),
+    **dict.fromkeys(GATED_DELTA_NETS, _Kind("linear_attn", GatedDeltaNet)),
+    "granitemoehybrid": _Kind("mamba", Mamba2),
+    "nemotron_h": _Kind("mixer", Mamba2),
 }
 
 
 def recurrent_layers(network: PreTrainedModel) -> tuple[int, ...]:
     """Returns the numbers of the recurrent layers."""
+    return _layers_of_kinds(network, RECURRENT_LAYERS)
+
+
+def attention_layers(network: PreTrainedModel) -> tuple[int, ...]:
+    """Returns the numbers of the layers that are attention."""
+    others = {*recurrent_layers(network), *_layers_of_kinds(network, FEED_FORWARD_LAYERS)}
+    count = network.config.get_text_config(decoder=True).num_hidden_layers
+    return tuple(layer for layer in range(count) if layer not in others)
+
+
+def _layers_of_kinds(network: PreTrainedModel, of_types: Mapping[str, frozenset[str]]) -> tuple[int, ...]:
     config = network.config.get_text_config(decoder=True)
-    kinds = RECURRENT_LAYERS.get(str(config.model_type), frozenset())
+    kinds = of_types.get(str(config.model_type), frozenset())
     layer_types = getattr(config, "layer_types", None) or ()
     return tuple(layer for layer, kind in enumerate(layer_types[: config.num_hidden_layers]) if kind in kinds)
 
@@ -63,7 +83,7 @@ def replace_recurrent_layers(network: PreTrainedModel) -> dict[int, Mixer]:
     body: Any = network.get_decoder()
     mixers: dict[int, Mixer] = {}
     for layer in recurrent_layers(network):
-        kind = KINDS[network.config.get_text_config(decoder=True).layer_types[layer]]
+        kind = KINDS[network.config.get_text_config(decoder=True).model_type]
         module = body.layers[layer]
         mixer = kind.make(getattr(module, kind.attribute))
         setattr(module, kind.attribute, RecurrentLayer(mixer, layer))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
+from transformers import GraniteMoeHybridConfig, Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
 
 from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.loader import load_executor, step_sizes
@@ -27,7 +27,11 @@ from tests.support.checkpoints.tiny_models import save_model, sizes
 pytestmark = pytest.mark.gpu
 
 # Heads of the shapes that are served, and another type of activations than float32.
-REAL = {"lfm2": MixerShape(3, 2048), "qwen3_5": MixerShape(4, 768, 2, 2, 128, 128)}
+REAL = {
+    "lfm2": MixerShape(3, 2048),
+    "qwen3_5": MixerShape(4, 768, 2, 2, 128, 128),
+    "granite_hybrid": MixerShape(4, 768, 1, 8, 128, 64, corrects=False),
+}
 LARGE: dict[str, PretrainedConfig] = {
     "lfm2": Lfm2Config(
         **sizes(hidden_size=1024, intermediate_size=2560, num_attention_heads=16, num_key_value_heads=8, head_dim=64)
@@ -45,6 +49,15 @@ LARGE: dict[str, PretrainedConfig] = {
         linear_value_head_dim=128,
         linear_conv_kernel_dim=4,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    ),
+    "granite_hybrid": GraniteMoeHybridConfig(
+        **sizes(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4, head_dim=64)
+        | {"num_hidden_layers": 3, "initializer_range": 0.02, "attention_multiplier": 0.015625},
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_local_experts=0,
+        shared_intermediate_size=2048,
+        mamba_n_heads=32,
+        mamba_d_state=128,
     ),
 }
 

@@ -56,6 +56,7 @@ from inflight.executor.recurrent.gpu_mixer import GpuMixer
 from inflight.executor.recurrent.gpu_states import NUM_ROW_WORDS, GpuStates
 from inflight.executor.recurrent.mixer import MixerShape, StateSizes
 from inflight.executor.step.batch import StepBatch
+from tests.support.device.mixers import num_columns, vector_sizes
 
 META = torch.device("meta")
 BLOCK_SIZE = 16
@@ -148,6 +149,9 @@ MIXERS = (
     (MixerShape(4, 6144, 16, 16, 128, 128), torch.bfloat16),  # Qwen3.5-0.8B
     (MixerShape(4, 8192, 16, 32, 128, 128), torch.bfloat16),  # Qwen3.5-35B-A3B, Qwen3-Next
     (MixerShape(4, 144, 2, 6, 12, 16), torch.float32),
+    (MixerShape(4, 3328, 1, 48, 128, 64, corrects=False), torch.bfloat16),  # Granite 4.0 H Tiny
+    (MixerShape(4, 8448, 1, 128, 128, 64, corrects=False), torch.bfloat16),  # Granite 4.0 H Small
+    (MixerShape(4, 128, 2, 4, 12, 20, corrects=False), torch.float32),
 )
 
 # Conversions to and from e4m3 exist since sm_89.
@@ -350,10 +354,8 @@ def launch_experts() -> None:
 def launch_recurrent() -> None:
     """Recurrent layers of decodes, without drafts and with some, and of chunks."""
     for shape, dtype in MIXERS:
-        numbers = (shape.depth, shape.channels) if shape.num_heads else (3 * shape.channels, 0)
-        columns = sum(numbers) + 2 * shape.num_heads
-        sizes = (shape.num_heads, shape.num_heads, shape.value_dim) if shape.num_heads else (shape.channels,)
-        vectors = tuple(empty(size, dtype=torch.float32) for size in sizes)
+        columns = num_columns(shape)
+        vectors = tuple(empty(size, dtype=torch.float32) for size in vector_sizes(shape).values())
         mixer = GpuMixer(shape, empty(shape.conv_width, shape.channels, dtype=torch.float32), vectors, 1)
         for max_drafts, lengths in ((0, BATCHES[0]), (7, BATCHES[0]), (0, BATCHES[-1])):
             states = GpuStates(shape, 2, dtype, META)

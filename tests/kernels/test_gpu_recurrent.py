@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    PretrainedConfig,
+    Qwen3_5TextConfig,
+)
 
 from inflight.common.kv_size import num_slots
 from inflight.common.model_source import resolve_model
@@ -48,6 +54,7 @@ from tests.property.test_recurrent_mixers import (
 )
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.greedy import assert_greedy
+from tests.support.device.mixers import num_columns, vector_sizes
 from tests.support.scheduler.drafting import CHEAP, GuessingProposer, eager
 from tests.support.scheduler.scheduling import run_overlapped
 
@@ -75,24 +82,36 @@ FAMILY: dict[str, PretrainedConfig] = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     ),
 }
-SHAPES = {"lfm2": MixerShape(4, 10), "qwen3_5": MixerShape(4, 64, 1, 2, 12, 20)}
+FAMILY["granite_hybrid"] = GraniteMoeHybridConfig(
+    **sizes(hidden_size=60, head_dim=12, initializer_range=0.1, attention_multiplier=0.3),
+    layer_types=["linear_attention", "full_attention"],
+    num_local_experts=0,
+    shared_intermediate_size=72,
+    mamba_n_heads=4,
+    mamba_n_groups=2,
+    mamba_d_state=20,
+    residual_multiplier=0.6,
+)
+SHAPES = {
+    "lfm2": MixerShape(4, 10),
+    "qwen3_5": MixerShape(4, 64, 1, 2, 12, 20),
+    "granite_hybrid": MixerShape(4, 128, 2, 4, 12, 20, corrects=False),
+}
 
 
 def random_layer(name: str, device: torch.device, shape: MixerShape | None = None) -> Layer:
     """A recurrent layer between its projections, with random weights."""
     shape = shape or SHAPES[name]
     generator = torch.Generator().manual_seed(1)
-    sizes = (shape.num_heads, shape.num_heads, shape.value_dim) if shape.num_heads else (shape.channels,)
-    taps, *vectors = (
-        torch.randn(size, generator=generator).to(device)
-        for size in ((shape.conv_width, shape.channels), *((size,) for size in sizes))
-    )
-    if shape.num_heads:
-        # Some heads forget at once, others hardly.
-        vectors[0] = -torch.tensor([0.01, 3.0] * (shape.num_heads // 2), device=device)
-    mixer, states = GpuMixer(shape, taps, tuple(vectors), 1), GpuStates(shape, 2, torch.float32, device)
+    taps = torch.randn((shape.conv_width, shape.channels), generator=generator).to(device)
+    vectors = {name: torch.randn(size, generator=generator) for name, size in vector_sizes(shape).items()}
+    # Some heads forget at once, others hardly.
+    vectors |= {"rates": -torch.tensor([0.01, 3.0] * (shape.num_heads // 2))} if shape.num_heads else {}
+    vectors |= {"limits": torch.tensor([0.1, float("inf")])} if "limits" in vectors else {}
+    mixer = GpuMixer(shape, taps, tuple(vector.to(device) for vector in vectors.values()), 1)
+    states = GpuStates(shape, 2, torch.float32, device)
     states.reserve(SIZES)
-    columns = shape.channels + shape.depth + 2 * shape.num_heads if shape.num_heads else 3 * shape.channels
+    columns = num_columns(shape)
 
     def compute(inputs: Tensor, step: StateStep) -> Tensor:
         rows = torch.from_numpy(states.follow(step.batch))

@@ -23,6 +23,7 @@ from transformers import (
     Glm4MoeConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     MiniMaxM2Config,
     Ministral3Config,
@@ -122,6 +123,12 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "olmoe": OlmoeConfig(**sizes(num_experts=6, num_experts_per_tok=3)),
     "granite-moe": GraniteMoeConfig(
         **sizes(num_local_experts=6, num_experts_per_tok=2, residual_multiplier=0.5, logits_scaling=4.0)
+    ),
+    # Without recurrent layers.
+    "granite-4": GraniteMoeHybridConfig(
+        **sizes(num_local_experts=0, shared_intermediate_size=72, residual_multiplier=0.5, logits_scaling=4.0),
+        layer_types=["full_attention", "full_attention"],
+        position_embedding_type="rope",
     ),
     "gpt-oss": gpt_oss_config(),
     "gpt-oss-mxfp4": gpt_oss_config(),

@@ -12,7 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
+    NemotronHConfig,
+    PretrainedConfig,
+    Qwen3_5TextConfig,
+)
 
 from inflight.common.kv_size import num_slots
 from inflight.common.model_source import resolve_model
@@ -74,14 +81,63 @@ CONFIGS["qwen3_5"] = Qwen3_5TextConfig(
     linear_conv_kernel_dim=4,
     rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 )
+# Heads of odd sizes, biases, multipliers; layers that are one of a mixer, attention, a feed-forward layer and experts.
+CONFIGS["granite_hybrid"] = GraniteMoeHybridConfig(
+    **sizes(num_hidden_layers=3, hidden_size=60, num_attention_heads=5, num_key_value_heads=1)
+    | {"initializer_range": 0.1, "attention_multiplier": 0.3},
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    num_local_experts=0,
+    shared_intermediate_size=72,
+    mamba_n_heads=10,
+    mamba_n_groups=2,
+    mamba_d_state=20,
+    mamba_proj_bias=True,
+    embedding_multiplier=3.0,
+    residual_multiplier=0.6,
+    logits_scaling=2.0,
+)
+CONFIGS["nemotron_h"] = NemotronHConfig(
+    **sizes(hidden_size=60, intermediate_size=72, num_attention_heads=5, num_key_value_heads=1, head_dim=12)
+    | {"initializer_range": 0.1},
+    layers_block_type=["mlp", "linear_attention", "moe", "linear_attention", "full_attention", "mlp"],
+    mamba_num_heads=6,
+    mamba_head_dim=12,
+    n_groups=3,
+    ssm_state_size=20,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=40,
+    moe_shared_expert_intermediate_size=56,
+)
 # Heads of a size that the C++ code has; the others are computed by the code of transformers.
-NATIVE = ("lfm2-native", "qwen3_5-native")
+NATIVE = ("granite_hybrid-native", "lfm2-native", "nemotron_h-native", "qwen3_5-native")
 CONFIGS["lfm2-native"] = Lfm2Config(
     **CONFIGS["lfm2"].to_dict() | {"head_dim": 16, "hidden_size": 52, "layer_types": list(CONFIGS["lfm2"].layer_types)}
 )
 CONFIGS["qwen3_5-native"] = Qwen3_5TextConfig(
     **CONFIGS["qwen3_5"].to_dict()
     | {"head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 48, "hidden_size": 60}
+)
+# Two tasks share the keys; a rotary embedding.
+CONFIGS["granite_hybrid-native"] = GraniteMoeHybridConfig(
+    **CONFIGS["granite_hybrid"].to_dict()
+    | {"hidden_size": 80, "num_attention_heads": 5, "mamba_n_groups": 1, "mamba_d_head": 16, "mamba_d_state": 32}
+    | {"position_embedding_type": "rope"}
+)
+# A mixer with nothing behind it, in the middle and at the end.
+CONFIGS["nemotron_h-native"] = NemotronHConfig(
+    **CONFIGS["nemotron_h"].to_dict()
+    | {"head_dim": 16, "hidden_size": 64, "mamba_head_dim": 16, "ssm_state_size": 32, "routed_scaling_factor": 1.5}
+    | {
+        "layers_block_type": [
+            "linear_attention",
+            "moe",
+            "linear_attention",
+            "full_attention",
+            "mlp",
+            "linear_attention",
+        ]
+    }
 )
 GENERATOR = torch.Generator().manual_seed(5)
 GREEDY = Sampling(0.0, 0, 1.0, 0)

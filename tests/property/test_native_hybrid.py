@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Lfm2MoeConfig, PretrainedConfig, Qwen3_5MoeTextConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GraniteMoeHybridConfig,
+    Lfm2MoeConfig,
+    PretrainedConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3NextConfig,
+)
 
 from inflight.common.model_source import resolve_model
 from inflight.executor.forward.native import NativeForward
@@ -61,6 +68,10 @@ WITH_EXPERTS["qwen3_next"] = Qwen3NextConfig(
     linear_key_head_dim=16,
     linear_value_head_dim=32,
 )
+WITH_EXPERTS["granite_hybrid_moe"] = GraniteMoeHybridConfig(
+    **CONFIGS["granite_hybrid-native"].to_dict()
+    | {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 40, "position_embedding_type": None}
+)
 FORMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype_name": "float32"},
     "bfloat16": {"dtype_name": "bfloat16"},
@@ -77,7 +88,11 @@ CASES = [
     *(
         pytest.param(name, form, build, marks=pytest.mark.slow)
         for build in OTHERS
-        for name, form in zip(NATIVE, ("bfloat16", "float32"), strict=False)
+        for name, form in (
+            ("granite_hybrid-native", "float32"),
+            ("lfm2-native", "bfloat16"),
+            ("qwen3_5-native", "float32"),
+        )
     ),
 ]
 # The last ones begin a chunk of the gated delta net, or end one.

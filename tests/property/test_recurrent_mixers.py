@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inflight.executor.recurrent.gated_delta import DeltaInputs, DeltaMemory, delta_rule
-from inflight.executor.recurrent.mixer import StateSizes, StateStep
+from inflight.executor.recurrent.mixer import MixerShape, StateSizes, StateStep
 from inflight.executor.recurrent.short_conv import ConvMemory, convolve
 from inflight.executor.scheduler.sequence import (
     PlanRow,
@@ -43,17 +44,9 @@ def short_conv() -> Layer:
     return lambda inputs, step: convolve(memory.taps(inputs[:, :CHANNELS], step), weights)
 
 
-def gated_delta() -> Layer:
-    slots, kept = SIZES.num_slots, 128
-    memory = DeltaMemory(
-        ConvMemory.allocate(1, 2, SIZES, torch.float32, torch.device("cpu")),
-        torch.zeros(slots, HEADS, KEY_DIM, VALUE_DIM),
-        torch.zeros(slots, dtype=torch.int64),
-        torch.zeros(slots, kept, KEY_HEADS, KEY_DIM),
-        torch.zeros(slots, kept, HEADS, VALUE_DIM),
-        torch.zeros(slots, kept, HEADS),
-        torch.zeros(SIZES.num_checkpoints, HEADS, KEY_DIM, VALUE_DIM),
-    )
+def gated_delta(*, corrects: bool = True) -> Layer:
+    shape = MixerShape(2, 1, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, corrects)
+    memory = DeltaMemory.allocate(shape, SIZES, torch.float32, torch.device("cpu"))
 
     def compute(inputs: Tensor, step: StateStep) -> Tensor:
         sizes = (HEADS * KEY_DIM, KEY_HEADS * KEY_DIM, HEADS * VALUE_DIM, HEADS, HEADS)
@@ -65,14 +58,18 @@ def gated_delta() -> Layer:
             values.unflatten(-1, (HEADS, VALUE_DIM)),
             # Some forget at once, others hardly.
             -(4 * gates).exp(),
-            betas.sigmoid(),
+            betas.sigmoid() if corrects else None,
         )
         return delta_rule(made, memory, step).flatten(1)
 
     return compute
 
 
-LAYERS = {"short convolution": short_conv, "gated delta net": gated_delta}
+LAYERS: dict[str, Callable[[], Layer]] = {
+    "short convolution": short_conv,
+    "gated delta net": gated_delta,
+    "Mamba 2": partial(gated_delta, corrects=False),
+}
 NUMBERS = HEADS * (KEY_DIM + VALUE_DIM + 2) + KEY_HEADS * KEY_DIM
 INPUTS = torch.randn((NUM_SEQUENCES, LENGTH, NUMBERS), generator=torch.Generator().manual_seed(2))
 

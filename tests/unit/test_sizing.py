@@ -6,6 +6,7 @@ import json
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import Gemma3TextConfig
@@ -381,8 +382,70 @@ def test_the_shape_of_recurrent_layers_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "num_layers", "num_parameters"),
+    [
+        # Granite 4.0 H Tiny and Nemotron 3 Nano, with the names that their files have.
+        (
+            {
+                "model_type": "granitemoehybrid",
+                "hidden_size": 1536,
+                "intermediate_size": 512,
+                "shared_intermediate_size": 1024,
+                "num_local_experts": 64,
+                "num_hidden_layers": 40,
+                "num_attention_heads": 12,
+                "num_key_value_heads": 4,
+                "layer_types": (["mamba"] * 9 + ["attention"]) * 4,
+                "mamba_n_heads": 48,
+                "mamba_d_state": 128,
+                "mamba_d_head": 64,
+                "vocab_size": 100_352,
+                "tie_word_embeddings": True,
+            },
+            (36, 4),
+            6.94e9,
+        ),
+        (
+            {
+                "model_type": "nemotron_h",
+                "hidden_size": 2688,
+                "intermediate_size": 1856,
+                "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+                "num_hidden_layers": 52,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 2,
+                "head_dim": 128,
+                "mamba_num_heads": 64,
+                "mamba_head_dim": 64,
+                "n_groups": 8,
+                "ssm_state_size": 128,
+                "n_routed_experts": 128,
+                "moe_intermediate_size": 1856,
+                "moe_shared_expert_intermediate_size": 3712,
+                "vocab_size": 131_072,
+            },
+            (23, 6),
+            31.6e9,
+        ),
+    ],
+    ids=("granite", "nemotron"),
+)
+def test_the_shape_of_mamba_2_is_read(
+    config: dict[str, Any], num_layers: tuple[int, int], num_parameters: float, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = read_model_shape(str(tmp_path))
+    assert shape.recurrent is not None
+    assert (shape.recurrent.num_layers, shape.num_kv_layers) == num_layers
+    assert shape.num_parameters == pytest.approx(num_parameters, rel=0.02)
+
+
+@pytest.mark.parametrize(
     ("name", "max_tokens", "num_seats"),
-    [("lfm2", 0, 0), ("lfm2", 20_000, 12), ("qwen3_5", 0, 4), ("qwen3_5", 5_000, 0)],
+    [
+        *(("lfm2", 0, 0), ("lfm2", 20_000, 12), ("qwen3_5", 0, 4), ("qwen3_5", 5_000, 0)),
+        *(("granite_hybrid-native", 0, 4), ("nemotron_h-native", 5_000, 0)),
+    ],
 )
 def test_its_recurrent_state_is_that_of_a_real_executor(
     name: str, max_tokens: int, num_seats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -50,7 +50,9 @@ class ModelShape:
     @property
     def num_kv_layers(self) -> int:
         """Layers with keys and values."""
-        return self.num_layers - (0 if self.recurrent is None else self.recurrent.num_layers)
+        if self.recurrent is None:
+            return self.num_layers
+        return self.num_layers - self.recurrent.num_layers - self.recurrent.num_feed_forward
 
     @property
     def has_experts(self) -> bool:
@@ -120,7 +122,7 @@ def _of_config(name: str, config: dict[str, Any], counted: Weights | None) -> Mo
     hidden_size = _number(config, "hidden_size", "n_embd")
     head_dim = int(config.get("head_dim") or hidden_size // num_heads)
     num_kv_heads = int(config.get("num_key_value_heads") or num_heads)
-    num_layers = _number(config, "num_hidden_layers", "n_layer")
+    num_layers = len(config.get("layers_block_type") or ()) or _number(config, "num_hidden_layers", "n_layer")
     num_experts = int(config.get("num_local_experts") or config.get("num_experts") or 1)
     inner = config.get("moe_intermediate_size") if num_experts > 1 else None
     inner_size = int(inner or _optional(config, "intermediate_size", "n_inner") or 4 * hidden_size)

@@ -84,7 +84,8 @@ from inflight.executor.speculation.counts import NO_DRAFT_COUNTS, DraftCounts
 
 # The priority of class batch.
 BATCH_PRIORITY = -1
-# Placements after which a sequence of class batch keeps its seat, so that it ends however many others come.
+# Placements after which a sequence of class batch keeps its seat, so that it ends however many others come. The ledger
+# has the same bound (`states.lua`).
 MAX_YIELDING_ATTEMPTS = 8
 
 

@@ -75,7 +75,8 @@ class DriverLimits:
 
 
 class NotOwnedError(Exception):
-    """This driver has lost the batch: it was cancelled, or another gateway has it."""
+    """This driver has lost the batch: it was cancelled, another gateway has it, or it has a segment that is not known
+    here."""
 
 
 @dataclass(slots=True)
@@ -339,7 +340,8 @@ class Driver:
     ) -> None:
         """Writes to the store. Raises `NotOwnedError`."""
         is_written = await self._tried(
-            lambda: self._store.advance(self._batch, fields, segment, has_ended=has_ended), num_tries
+            lambda: self._store.advance(self._batch, fields, segment, len(self._written.segments), has_ended=has_ended),
+            num_tries,
         )
         if not is_written:
             raise NotOwnedError

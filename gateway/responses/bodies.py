@@ -50,7 +50,7 @@ SAME_IN_CHATS = frozenset(
         *("stop_token_ids", "min_tokens", "ignore_eos", "include_stop_str_in_output", "logit_bias"),
         *("bad_words", "allowed_token_ids", "truncate_prompt_tokens", "stream_interval", "priority"),
         *("structured_outputs", "chat_template_kwargs", "parallel_tool_calls"),
-        *("thinking_token_budget", "max_drafts", "exact_resume"),
+        *("thinking_token_budget", "max_drafts", "exact_resume", "include_resources"),
     }
 )
 # Parameters of a body without effect here.

@@ -302,4 +302,5 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
+        **{name: usage[name] for name in ("resources",) if name in usage},
     }

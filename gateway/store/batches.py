@@ -29,6 +29,8 @@ from inflight.gateway.store.leases import LEASE_MS, Taken
 PREFIX = "inflight:batches:{b}:"
 # Ended batches of a tenant; the oldest leave for new ones.
 MAX_BATCHES = 2000
+# Of a batch that expires after 24 hours, with time to write its files.
+LONGEST_RUN_MS = 2 * 86_400_000
 # Records that one call of Redis loads.
 LOADED_AT_ONCE = 128
 UNBOUNDED = 2**50
@@ -148,7 +150,7 @@ class BatchStore:
         429 if the tenant has as many open ones as it may."""
         sealed = dataclasses.replace(batch, authorization=self._seal.close(batch.authorization), owner="")
         bounds = (MAX_BATCHES, UNBOUNDED, self._limits.max_open)
-        arguments: list[str | int] = [batch.batch_id, self._ttl_ms, 0, *bounds, "1", batch.owner, LEASE_MS]
+        arguments: list[str | int] = [batch.batch_id, self._running_ttl_ms, 0, *bounds, "1", batch.owner, LEASE_MS]
         outcome, *left = await self._redis.call("create", _batch_keys(batch), *arguments, *_pairs(sealed))
         await self._forget([key for old in left for key in (_batch(old), _segments(old))])
         if outcome != "created" and outcome != "exists":
@@ -179,13 +181,20 @@ class BatchStore:
                 return found
 
     async def advance(
-        self, batch: Batch, fields: Mapping[str, Any], segment: tuple[str, str] = ("", ""), *, has_ended: bool = False
+        self,
+        batch: Batch,
+        fields: Mapping[str, Any],
+        segment: tuple[str, str] = ("", ""),
+        num_segments: int = 0,
+        *,
+        has_ended: bool = False,
     ) -> bool:
-        """Writes fields of a running batch, and a segment with its description, as the owner that the batch names.
-        Returns False if that is not its owner any more. If this raises, they may have been written."""
+        """Writes fields of a running batch, and a segment with its description, as the owner that the batch names,
+        which knows of `num_segments` others. Returns False if that is not its owner any more, or there are more. If
+        this raises, they may have been written, or may be later."""
         values = [str(part) for pair in fields.items() for part in pair]
-        ended = "1" if has_ended else ""
-        arguments: list[str | int] = [batch.batch_id, self._ttl_ms, batch.owner, *segment, ended, *values]
+        ttl_ms, ended = (self._ttl_ms, "1") if has_ended else (self._running_ttl_ms, "")
+        arguments: list[str | int] = [batch.batch_id, ttl_ms, batch.owner, *segment, num_segments, ended, *values]
         return bool(await self._redis.call("advance", _batch_keys(batch), *arguments) == "written")
 
     async def owner(self, batch_id: str) -> str | None:
@@ -210,6 +219,11 @@ class BatchStore:
     @property
     def _ttl_ms(self) -> int:
         return round(self._limits.ttl_s * 1000)
+
+    @property
+    def _running_ttl_ms(self) -> int:
+        """A batch is there until it has expired, however long nothing is written of it."""
+        return self._ttl_ms + LONGEST_RUN_MS
 
     async def _of_tenant(self, tenant: str, kind: str) -> list[Batch]:
         ids = await self._redis.command("ZRANGE", tenant_keys(PREFIX, tenant, [kind])[0], 0, -1)

@@ -124,7 +124,7 @@ def _focus_row(line: UsageLine, currency: str) -> dict[str, Any]:
     begin, end = _period(line.day)
     month_begin, month_end = _month(line.day)
     cost, hours = line.cost or 0.0, line.used.busy_s / HOUR_S
-    unit_price = cost / hours if line.cost is not None and hours else ""
+    unit_price = "" if (price := _price(line)) is None else price
     return {
         "AvailabilityZone": "",
         "BilledCost": cost,
@@ -195,7 +195,7 @@ def _custom_cost(line: UsageLine) -> dict[str, Any]:
         "providerId": line.model,
         "billedCost": cost,
         "listCost": cost,
-        "listUnitPrice": cost / hours if line.cost is not None and hours else 0.0,
+        "listUnitPrice": _price(line) or 0.0,
         "usageQuantity": hours,
         "usageUnit": "Hours",
         "labels": _labels(line) | {name: f"{figures[name]:g}" for name in FIGURES if figures[name] is not None},
@@ -207,6 +207,12 @@ def _custom_cost(line: UsageLine) -> dict[str, Any]:
             "skuId": line.executor_class,
         },
     }
+
+
+def _price(line: UsageLine) -> float | None:
+    """Returns the price of an hour, without the last digits, in which the division is not exact."""
+    hours = line.used.busy_s / HOUR_S
+    return float(f"{line.cost / hours:.10g}") if line.cost is not None and hours else None
 
 
 def _labels(line: UsageLine) -> dict[str, str]:

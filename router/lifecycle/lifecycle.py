@@ -579,6 +579,8 @@ class Lifecycle:
 
     def _on_preempt_requested(self, event: PreemptRequested) -> None:
         assert self.placement is not None
+        # The ledger wants the room at once: this preemption is no sign that the executor should wait for a report.
+        self.consecutive_preemptions = max(0, self.consecutive_preemptions - 1)
         self._cancel_sequence(self.placement, types_pb2.FINISH_REASON_PREEMPTED)
 
     def _on_cancelled(self, event: Cancelled) -> None:

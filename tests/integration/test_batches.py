@@ -355,6 +355,37 @@ async def test_files_and_batches_are_their_tenants_only(settings: dict[str, Any]
             await stranger.files.create(file=b"x", purpose="batch")
 
 
+async def test_segment_beside_one_that_its_writer_does_not_know_is_refused(redis_url: str) -> None:
+    """A call that timed out may still be carried out, when its driver has begun again without that segment."""
+    store = batches.BatchStore(redis_url, batches.BatchLimits(3600, 9, 9, 9))
+    now = int(time.time())
+    batch = batches.Batch("batch_1", "t", "/v1/completions", "file-1", now, now + 86_400, owner="o")
+    assert await store.create_batch(batch)
+    for _ in range(2):
+        assert await store.advance(batch, {"completed": 1}, ("late", "{}"), 0)
+    assert not await store.advance(batch, {"completed": 1}, ("again", "{}"), 0)
+    assert await store.segments(batch.batch_id) == {"late": "{}"}
+    assert await store.advance(batch, {"completed": 2}, ("next", "{}"), 1)
+    await store.close()
+
+
+async def test_batch_is_there_until_it_expires_however_short_files_are_kept(
+    redis_url: str, redis_admin_url: str
+) -> None:
+    store = batches.BatchStore(redis_url, batches.BatchLimits(3600, 9, 9, 9))
+    now = int(time.time())
+    batch = batches.Batch("batch_2", "t", "/v1/completions", "file-1", now, now + 86_400, owner="o")
+    assert await store.create_batch(batch)
+    async with Redis.from_url(redis_admin_url) as redis:
+        record = f"{batches.PREFIX}batch:batch_2"
+        assert await redis.pttl(record) > 86_400_000
+        assert await store.advance(batch, {"status": "in_progress"})
+        assert await redis.pttl(record) > 86_400_000
+        assert await store.advance(batch, {"status": "completed"}, has_ended=True)
+        assert await redis.pttl(record) <= 3_600_000
+    await store.close()
+
+
 async def test_limits_of_a_tenant_refuse_more(cluster: Cluster, settings: dict[str, Any], pool: str) -> None:
     limits: dict[str, Any] = {
         "files_max_files": 3,

@@ -54,6 +54,20 @@ async def test_response_is_the_chat_in_another_form_whole_and_streamed(client: o
     assert numbers == list(range(len(kinds)))
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_usage_says_what_executors_spent_where_it_is_asked_for(
+    client: openai.AsyncOpenAI, pool: str, *, is_stream: bool
+) -> None:
+    body: Any = {"ignore_eos": True, "include_resources": True}
+    asked: Any = {"model": pool, "input": "t1 t2", "max_output_tokens": 9, "temperature": 0, "extra_body": body}
+    response: Any = await client.responses.create(stream=is_stream, **asked)
+    if is_stream:
+        response = [event async for event in response][-1].response
+    resources = response.usage.model_dump()["resources"]
+    assert resources["output_tokens"] == response.usage.output_tokens == 9
+    assert resources["seat_s"] > 0
+
+
 async def test_items_of_a_response_are_input_of_the_next(client: openai.AsyncOpenAI, pool: str) -> None:
     first = await client.responses.create(model=pool, input="t1 t2", max_output_tokens=3, **GREEDY)
     items: list[Any] = [{"role": "user", "content": "t1 t2"}, *first.output, {"role": "user", "content": "t3"}]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from math import floor, inf
 
+from inflight.executor.scheduler.scheduler import MAX_YIELDING_ATTEMPTS
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import Demand, ExecutorReport, LedgerEvent, LedgerState, Lost, Placement
 from inflight.router.request.ids import named_block_counts
@@ -538,7 +539,8 @@ class Pool:
         )
         request.is_adopted = False
         request.passed, request.asked_ms, request.estimate = 0, None, None
-        request.may_be_preempted = request.class_ > (1 if self.settings.preempt_for_priority else 2)
+        lowest_that_stays = 1 if self.settings.preempt_for_priority else 2
+        request.may_be_preempted = request.class_ > lowest_that_stays and attempt <= MAX_YIELDING_ATTEMPTS
         self.update_active()
 
     def lose(self, name: str, caller_id: str, *, executor_lives: bool = False) -> None:

@@ -86,6 +86,7 @@ class ServedLine:
 
     async def turn(self) -> StepPlan:
         """One step, and what follows from it for the ledger."""
+        await self._make_way()
         plan = self.scheduler.schedule()
         self.boarded += [sequence.request_id for sequence in plan.boarded]
         self.paused += [sequence.request_id for sequence in plan.preempted]
@@ -165,6 +166,14 @@ class ServedLine:
         )
         if isinstance(result, Placement):
             self._offer(result)
+
+    async def _make_way(self) -> None:
+        """Hands back what gives way on the executor, as its engine does."""
+        for sequence in self.scheduler.giving_way():
+            ended = self.scheduler.cancel(sequence.request_id, sequence.attempt, FinishReason.PREEMPTED)
+            assert ended is not None
+            self.paused.append(sequence.request_id)
+            await self._settle((ended,))
 
     async def _obey(self, events: list[LedgerEvent]) -> None:
         for event in events:

@@ -233,6 +233,21 @@ async def test_sequence_that_is_preempted_again_and_again_for_nothing_waits_for_
         assert not store.hand_backs[-1][2]["rejected"]
 
 
+async def test_sequence_that_the_ledger_preempts_again_and_again_keeps_its_executor_open_for_others() -> None:
+    """The ledger wants the room at once, and would not place another there before a report."""
+    router = ScriptedRouter("m")
+    link, stream, store = router.link("e0", "m"), new_stream(), router.stores["m"]
+    async with router.running():
+        await placed(router, stream)
+        for attempt in range(1, MAX_CONSECUTIVE_PREEMPTIONS + 3):
+            store.answers.append(placement(attempt + 1))
+            link.receive(accepts(attempt))
+            store.tell(PreemptRequested("r", attempt))
+            link.receive(steps(end=types_pb2.FINISH_REASON_PREEMPTED))
+            await settled()
+        assert [how["preempted"] for _, _, how in store.hand_backs] == [True] * (MAX_CONSECUTIVE_PREEMPTIONS + 2)
+
+
 async def test_sequence_cancelled_without_a_request_to_do_so_goes_on_elsewhere() -> None:
     async with boarding() as (router, stream, first):
         second, store = router.link("e1", "m"), router.stores["m"]

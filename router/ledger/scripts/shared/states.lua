@@ -134,9 +134,13 @@ local function leave_queue(id, request)
   states.count_waiting(request, -1)
 end
 
--- Whether a placed request gives way to a waiting one of a higher class. One of the last class always does.
+-- Placements after which a request keeps its place, so that it ends however many others come. Executors have the same bound.
+local MAX_YIELDING_ATTEMPTS = 8
+
+-- Whether a placed request gives way to a waiting one of a higher class. One of the last class does without the setting.
 function states.is_preemptible(request)
-  return request.class == NUM_CLASSES or state.preempts and request.class > 1
+  return request.attempt <= MAX_YIELDING_ATTEMPTS
+    and (request.class == NUM_CLASSES or state.preempts and request.class > 1)
 end
 
 local function leave_executor(id, request)

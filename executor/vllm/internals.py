@@ -211,14 +211,21 @@ async def start_vllm(arguments: Sequence[str]) -> VllmBackend:
         with ending_with_this_process():
             config = AsyncEngineArgs.from_cli_args(flags).create_engine_config()
             can_replay, cache_events = allow_replay(config), publish_cache(config)
-            # vLLM's own loggers feed metrics that nothing reads here.
             workers, loggers = executor_class(config), [_stat_logger(on_step)]
             llm = AsyncLLM(config, workers, log_stats=False, log_requests=False, stat_loggers=loggers)
+            drop_prometheus(llm.logger_manager)
     except Exception as error:
         log.exception("vLLM does not start")
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise ModelError(f"vLLM does not start: {first_line}") from error
     return VllmBackend(llm, facts_of(llm.vllm_config, version, can_replay=can_replay), on_step, cache_events)
+
+
+def drop_prometheus(manager: Any) -> None:
+    """Removes the logger that vLLM always adds to its own. It feeds metrics that nothing reads here."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    manager.stat_loggers[:] = [one for one in manager.stat_loggers if not isinstance(one, PrometheusStatLogger)]
 
 
 def executor_class(config: Any) -> type:

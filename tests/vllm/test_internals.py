@@ -19,6 +19,7 @@ from inflight.executor.vllm.internals import (
     CachedBlocks,
     allow_replay,
     check_version,
+    drop_prometheus,
     facts_of,
     produced_of,
     stats_of,
@@ -155,6 +156,18 @@ def test_drafts_are_counted_by_position_in_older_versions_too() -> None:
     iteration = SimpleNamespace(prompt_token_stats=SimpleNamespace(computed=7), num_preempted_reqs=1)
     stats = stats_of(scheduler_stats(spec_decoding_stats=drafts), iteration)
     assert (stats.drafted, stats.accepted, stats.num_prompt_tokens, stats.num_preemptions) == ((3, 3), (2, 1), 7, 1)
+
+
+def test_metrics_that_nothing_reads_are_not_fed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loggers: Any = ModuleType("vllm.v1.metrics.loggers")
+    loggers.PrometheusStatLogger = type("PrometheusStatLogger", (), {})
+    for name in ("vllm", "vllm.v1", "vllm.v1.metrics"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, loggers.__name__, loggers)
+    ours = object()
+    manager = SimpleNamespace(stat_loggers=[ours, loggers.PrometheusStatLogger()])
+    drop_prometheus(manager)
+    assert manager.stat_loggers == [ours]
 
 
 def config(**changes: Any) -> Any:

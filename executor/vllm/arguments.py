@@ -44,6 +44,8 @@ def engine_arguments(settings: ExecutorSettings, model_folder: Path) -> list[str
         raise SettingError(f"{', '.join(unknown)}: not with engine=vllm; give vLLM's own flags in engine_args")
     # Structured outputs come in llguidance's dialect of Lark, so llguidance compiles them.
     arguments = ["--model", str(model_folder), '--structured-outputs-config={"backend":"guidance"}']
+    # The standby gets seats in order of class.
+    arguments += ["--scheduling-policy", "priority"]
     for name, flag in FLAGS.items():
         if name in changed:
             arguments += [flag, str(changed[name])]

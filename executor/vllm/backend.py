@@ -6,7 +6,7 @@ as the real one (`tests/vllm/contract.py`).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,7 +89,8 @@ class Backend(Protocol):
         ...
 
     def watch_steps(self, on_step: Callable[[StepStats], None]) -> None:
-        """Calls `on_step` after every step, before the requests' own readers run."""
+        """Calls `on_step` after every step. What requests got in it was taken, or will be before anything that is
+        scheduled from here on."""
         ...
 
     def watch_cache(self, on_change: Callable[[int], None]) -> None:
@@ -97,17 +98,20 @@ class Backend(Protocol):
         changes. Never, if vLLM does not say it."""
         ...
 
-    def generate(
+    async def generate(
         self,
         request_id: str,
         prompt_ids: list[int],
         parameters: Mapping[str, Any],
         cache_salt: str | None,
+        take: Callable[[Produced], None],
         adapter_slot: int | None = None,
-    ) -> AsyncIterator[Produced]:
-        """Generates with these keywords of `SamplingParams`, and with the adapter in a slot. Closing the iterator, or
-        cancelling its reader, aborts the request, whose blocks are free after the next step. Raises `RefusedError` and
-        `BackendLostError`."""
+        priority: int = 0,
+    ) -> None:
+        """Generates with these keywords of `SamplingParams`, and with the adapter in a slot. Calls `take`, which must
+        not raise, with what the request gets, and returns after its end. Of the requests that wait for a seat, those of
+        the smallest `priority` get it first. Cancelling it aborts the request: its blocks are free after the next step,
+        and `take` may be called once more. Raises `RefusedError` and `BackendLostError`."""
         ...
 
     async def load_adapter(self, slot: int, name: str, folder: Path) -> None:

@@ -20,6 +20,8 @@ import heapq
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 from inflight.common.time_of_day import unix_day
 from inflight.executor.engine.accounting import Accounting
@@ -28,6 +30,7 @@ from inflight.executor.engine.output import EngineOutput, ReportedSequence
 from inflight.executor.engine.standby import StandbyDepth
 from inflight.executor.scheduler.admission import Gate, Refusal
 from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.scheduler.scheduler import BATCH_PRIORITY, MAX_YIELDING_ATTEMPTS
 from inflight.executor.scheduler.seat_view import SequencePhase, SequenceSnapshot
 from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, ScoredRows, Sequence
 from inflight.executor.vllm.backend import Backend, BackendLostError, Produced, RefusedError, StepStats
@@ -88,7 +91,7 @@ class VllmEngine:
             max_accepted=limits.max_num_sequences + limits.num_standby_sequences,
             context_length=limits.context_length,
         )
-        # In order of acceptance, which is the order in which vLLM takes them.
+        # In order of acceptance, in which vLLM takes those of a class.
         self._requests: dict[Sequence, Request] = {}
         self._readers: set[asyncio.Task[None]] = set()
         self._free_seats = list(range(limits.max_num_sequences))
@@ -96,7 +99,7 @@ class VllmEngine:
         self._timer: asyncio.TimerHandle | None = None
         self._standby = StandbyDepth(limits.num_standby_sequences)
         self._newest = NO_STEP
-        self._steps = StepCounts(self._clock)
+        self._steps = StepCounts(self._clock, limits.max_num_tokens)
         self._work = Work()
         self._accounting = Accounting()
         self._today = today
@@ -136,6 +139,7 @@ class VllmEngine:
             self._standby.refilled(self._clock())
             self._deadlines.add(sequence, self._requests)
             self._arm()
+            self._make_way()
         self._flush_soon()
 
     def _offer(self, sequence: Sequence) -> Refusal | None:
@@ -155,6 +159,22 @@ class VllmEngine:
         if sequence.is_ready:
             self._begin(request)
         return None
+
+    def _make_way(self) -> None:
+        """Hands sequences of class batch back whose seats others wait for, as `Scheduler.giving_way` does."""
+        boarded, others = self._boarded, self._others
+        num_free = max(0, self._limits.max_num_sequences - len(boarded))
+        num_missing = sum(one.sequence.priority > BATCH_PRIORITY for one in others[num_free:])
+        if not num_missing:
+            return
+        seated = {one.sequence for one in chain(boarded, others[:num_free])}
+        batch = [
+            one
+            for one in reversed(self._requests)
+            if one in seated and one.priority <= BATCH_PRIORITY and one.attempt <= MAX_YIELDING_ATTEMPTS
+        ]
+        for sequence in batch[:num_missing]:
+            self._end(sequence, FinishReason.PREEMPTED)
 
     def mark_prepared(self, sequence: Sequence, error: str = "") -> None:
         """See `ServedEngine`."""
@@ -206,10 +226,15 @@ class VllmEngine:
         name, num_given = f"{sequence.request_id}#{sequence.attempt}", len(sequence.token_ids) - request.num_replayed
         parameters = sampling_parameters(sequence, num_given)
         try:
-            async for produced in self._backend.generate(
-                name, sequence.token_ids[:num_given], parameters, cache_salt(sequence), sequence.adapter_slot
-            ):
-                self._take(request, produced)
+            await self._backend.generate(
+                name,
+                sequence.token_ids[:num_given],
+                parameters,
+                cache_salt(sequence),
+                partial(self._take, request),
+                sequence.adapter_slot,
+                -sequence.priority,
+            )
         except BackendLostError:
             self._die()
         except RefusedError as refusal:
@@ -311,16 +336,17 @@ class VllmEngine:
             request.seat = None
 
     def _on_step(self, stats: StepStats) -> None:
-        """Takes vLLM's statistics of a step. Its tokens are taken by the readers, which are woken already and run
-        before the flush."""
+        """Takes vLLM's statistics of a step. Its tokens were taken, or are before the flush."""
         self._newest = stats
         self._work.step(stats)
         self._flush_soon()
 
     def _on_cache(self, num_blocks: int) -> None:
-        """Takes the size of the prefix cache, which comes a moment after the step that changed it."""
+        """Takes the size of the prefix cache, which comes a moment after the step that changed it. It is published with
+        the next one, if there is work."""
         self._num_published_blocks = num_blocks
-        self._flush_soon()
+        if not self._requests:
+            self._flush_soon()
 
     def _die(self) -> None:
         """Ends nothing: routers see their streams break, and continue the requests elsewhere."""
@@ -384,14 +410,23 @@ class VllmEngine:
         self._publish(output)
 
     def _note_preemptions(self) -> None:
-        """Pauses the latest of the boarded requests, if fewer run than have boarded."""
-        boarded = [request for request in self._requests.values() if request.has_boarded and not request.is_preempted]
+        """Pauses boarded requests if fewer run than have boarded: of the lowest class, the latest."""
+        boarded = sorted(self._boarded, key=_class_order)
         num_missing = len(boarded) - self._newest.num_running
         for request in boarded[len(boarded) - num_missing :] if num_missing > 0 else ():
             request.is_preempted = True
             self._leave_seat(request)
             self._accounting.preempt(request.sequence, self._now_ns())
             self._output.preempted += (request.sequence,)
+
+    @property
+    def _boarded(self) -> list[Request]:
+        return [one for one in self._requests.values() if one.has_boarded and not one.is_preempted]
+
+    @property
+    def _others(self) -> list[Request]:
+        """Those without a token, in the order in which vLLM gives them seats."""
+        return sorted((one for one in self._requests.values() if not one.has_boarded), key=_class_order)
 
     @property
     def _num_used_blocks(self) -> int:
@@ -405,11 +440,10 @@ class VllmEngine:
         return preempted + max(0, self._num_used_blocks - self._gate.num_reserved_blocks)
 
     def _standing(self) -> Standing:
-        requests = self._requests.values()
-        num_boarded = sum(one.has_boarded and not one.is_preempted for one in requests)
-        num_preempted = sum(one.is_preempted for one in requests)
-        others = [one for one in requests if not one.has_boarded]
-        # vLLM takes them in order. It runs as many as it says beyond those that have boarded.
+        requests, others = self._requests.values(), self._others
+        num_boarded = len(self._boarded)
+        num_preempted = len(requests) - num_boarded - len(others)
+        # vLLM runs as many as it says beyond those that have boarded.
         prefilling = others[: max(0, self._newest.num_running - num_boarded)]
         return Standing(
             total_blocks=self._num_blocks,
@@ -442,6 +476,12 @@ class VllmEngine:
         )
 
 
+def _class_order(request: Request) -> int:
+    return -request.sequence.priority
+
+
 def _reported(request: Request, *, has_seat: bool) -> ReportedSequence:
     sequence, phase = request.sequence, None if has_seat else request.phase
-    return ReportedSequence(sequence.request_id, sequence.attempt, sequence.num_reserved_blocks, phase)
+    return ReportedSequence(
+        sequence.request_id, sequence.attempt, sequence.num_reserved_blocks, phase, sequence.adapter_hash
+    )

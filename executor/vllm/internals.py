@@ -1,8 +1,9 @@
 """vLLM itself: the only module that imports it, besides those that run in vLLM's own processes.
 
-It uses `AsyncLLM` (`generate`, its adapters, its task `output_handler`), the flags of `AsyncEngineArgs` and the
-`VllmConfig` that they make, a stat logger, KV events, and the fields of `SamplingParams`. Stat loggers and their
-statistics are no stable interface of vLLM, so the supported versions are checked at the start.
+It uses `AsyncLLM` (`generate`, its adapters, its task `output_handler`, its `OutputProcessor`), the flags of
+`AsyncEngineArgs` and the `VllmConfig` that they make, a stat logger, KV events, and the fields of `SamplingParams`.
+Stat loggers, their statistics and the processing of outputs are no stable interface of vLLM, so the supported versions
+are checked at the start.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib
 import logging
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ class VllmBackend:
         self._facts = facts
         self._on_step = on_step
         self._cache_events = cache_events
+        self._takers: dict[str, Callable[[Produced], None]] = {}
+        take_tokens(llm.output_processor, self._takers)
         # By slot. vLLM knows an adapter by a number, which is never used again.
         self._adapters: dict[int, Any] = {}
         self._num_adapters = 0
@@ -71,8 +74,10 @@ class VllmBackend:
         prompt_ids: list[int],
         parameters: Mapping[str, Any],
         cache_salt: str | None,
+        take: Callable[[Produced], None],
         adapter_slot: int | None = None,
-    ) -> AsyncIterator[Produced]:
+        priority: int = 0,
+    ) -> None:
         """See `Backend`."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -82,15 +87,20 @@ class VllmBackend:
             prompt["cache_salt"] = cache_salt
         num_likeliest = parameters.get("logprobs"), parameters.get("prompt_logprobs")
         adapter = None if adapter_slot is None else self._adapters[adapter_slot]
+        self._takers[request_id] = take
         try:
-            outputs = self._llm.generate(prompt, _sampling_params(parameters), request_id, lora_request=adapter)
+            outputs = self._llm.generate(
+                prompt, _sampling_params(parameters), request_id, lora_request=adapter, priority=priority
+            )
             async with aclosing(outputs):
                 async for output in outputs:
-                    yield produced_of(output, *num_likeliest)
+                    take(produced_of(output, *num_likeliest))
         except EngineDeadError as error:
             raise BackendLostError from error
         except (VLLMClientError, ValueError) as error:
             raise RefusedError(str(error)) from error
+        finally:
+            del self._takers[request_id]
 
     async def load_adapter(self, slot: int, name: str, folder: Path) -> None:
         """See `Backend`."""
@@ -201,14 +211,21 @@ async def start_vllm(arguments: Sequence[str]) -> VllmBackend:
         with ending_with_this_process():
             config = AsyncEngineArgs.from_cli_args(flags).create_engine_config()
             can_replay, cache_events = allow_replay(config), publish_cache(config)
-            # vLLM's own loggers feed metrics that nothing reads here.
             workers, loggers = executor_class(config), [_stat_logger(on_step)]
             llm = AsyncLLM(config, workers, log_stats=False, log_requests=False, stat_loggers=loggers)
+            drop_prometheus(llm.logger_manager)
     except Exception as error:
         log.exception("vLLM does not start")
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
         raise ModelError(f"vLLM does not start: {first_line}") from error
     return VllmBackend(llm, facts_of(llm.vllm_config, version, can_replay=can_replay), on_step, cache_events)
+
+
+def drop_prometheus(manager: Any) -> None:
+    """Removes the logger that vLLM always adds to its own. It feeds metrics that nothing reads here."""
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    manager.stat_loggers[:] = [one for one in manager.stat_loggers if not isinstance(one, PrometheusStatLogger)]
 
 
 def executor_class(config: Any) -> type:
@@ -317,6 +334,32 @@ def _num_blocks(config: Any) -> int:
     if num_blocks < 1:
         raise SettingError("engine_args: the KV cache is too small for its drafts")
     return int(num_blocks)
+
+
+def take_tokens(processor: Any, takers: Mapping[str, Callable[[Produced], None]]) -> None:
+    """Makes vLLM's `OutputProcessor` give outputs that are nothing but tokens to the requests' takers, which are by
+    external id. It would make several objects of each and wake the request's reader. All others go its way, and so does
+    what comes before they were read."""
+    process, states = processor.process_outputs, processor.request_states
+
+    def taker_of(output: Any) -> Callable[[Produced], None] | None:
+        state = states.get(output.request_id)
+        is_plain = output.finish_reason is None and output.events is None and output.new_logprobs is None
+        if state is None or state.is_prefilling or not is_plain or state.queue.output is not None:
+            return None
+        return takers.get(state.external_req_id)
+
+    def process_outputs(outputs: Sequence[Any], *arguments: Any, **named: Any) -> Any:
+        found = [taker_of(output) for output in outputs]
+        processed = process(
+            [output for output, take in zip(outputs, found, strict=True) if take is None], *arguments, **named
+        )
+        for output, take in zip(outputs, found, strict=True):
+            if take is not None:
+                take(Produced(tuple(output.new_token_ids)))
+        return processed
+
+    processor.process_outputs = process_outputs
 
 
 def produced_of(output: Any, num_top: int | None, num_prompt_top: int | None) -> Produced:

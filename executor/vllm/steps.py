@@ -1,8 +1,8 @@
 """Counts and times of vLLM's steps, as reports, metrics and `WatchSteps` have them.
 
-A step is what was published together: steps whose output was not taken in between count as one. vLLM tells how long
-neither its device nor its host worked, so a step's time is that between two of them while there is work. Pure: times
-come from a clock, in seconds.
+A step is what was published together: steps whose output was not taken in between count as one, and have the mean of
+their times. vLLM tells how long neither its device nor its host worked, so a step's time is that between two of them
+while there is work. Pure: times come from a clock, in seconds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from inflight.executor.vllm.backend import StepStats
 
 # Weight of the newest step: about the last 20 count.
 SMOOTHING = 0.05
+# A step that compiles something takes seconds. It counts as at most so many times slower than the others, and is
+# forgotten with the first step that is so many times faster.
+FAR = 8.0
 
 
 @dataclass(slots=True)
@@ -121,10 +124,11 @@ class Standing:
 
 
 class StepCounts:
-    """Totals since the start, and smoothed speeds."""
+    """Totals since the start, and smoothed speeds. A step computes at most `max_num_tokens`."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], max_num_tokens: int) -> None:
         self._clock = clock
+        self._max_num_tokens = max_num_tokens
         self._total = StepWork()
         self._bounds = StepBounds()
         # When the newest step ended, or work came to an idle engine; None while it is idle.
@@ -152,15 +156,20 @@ class StepCounts:
         self._newest_s = 0.0 if self._since_s is None else max(0.0, now_s - self._since_s)
         self._since_s = now_s if standing.held else None
         self._elapsed_s += self._newest_s
-        weight = SMOOTHING if total.num_steps else 1.0
-        self._step_s += weight * (self._newest_s - self._step_s)
-        if work.num_prompt_tokens and self._newest_s:
-            rate = work.num_prompt_tokens / self._newest_s
-            weight = SMOOTHING if self._prefill_tokens_per_s else 1.0
-            self._prefill_tokens_per_s += weight * (rate - self._prefill_tokens_per_s)
+        if self._newest_s:
+            self._observe_speeds(work)
         work.num_steps = 1
         total.add(work)
         self._bounds.count(standing.constraint)
+
+    def _observe_speeds(self, work: StepWork) -> None:
+        step_s = self._newest_s / work.num_steps
+        self._step_s = _smoothed(self._step_s, step_s, speed_up=self._step_s / step_s)
+        # vLLM counts a prompt in the step of its last chunk.
+        rate = min(work.num_prompt_tokens / work.num_steps, self._max_num_tokens) / step_s
+        if rate:
+            known = self._prefill_tokens_per_s
+            self._prefill_tokens_per_s = _smoothed(known, rate, speed_up=rate / known if known else 0.0)
 
     def status(self, standing: Standing) -> EngineStatus:
         """Returns the status."""
@@ -232,6 +241,12 @@ class StepCounts:
             query_tokens=self._total.num_query_tokens,
             hit_tokens=self._total.num_hit_tokens,
         )
+
+
+def _smoothed(old: float, new: float, speed_up: float) -> float:
+    if not old or speed_up > FAR:
+        return new
+    return old + SMOOTHING * (max(old / FAR, min(old * FAR, new)) - old)
 
 
 def _sums(some: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:

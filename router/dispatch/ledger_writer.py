@@ -176,6 +176,7 @@ def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorRe
         reserve_quantile=report.reserve_quantile if report.HasField("reserve_quantile") else 1.0,
         step_ms=report.step_ms,
         prefill_tokens_per_s=report.prefill_tokens_per_s,
+        output_tokens_per_s=_output_tokens_per_s(report),
         seats=link.description.max_num_sequences,
         ends_at_reservation=_ends_at_reservation(link.description),
         num_adapter_slots=link.description.num_adapter_slots,
@@ -183,6 +184,13 @@ def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorRe
         checkpoints=tuple(map(prefix_word, checkpoint_names(report))) if report.HasField("states") else None,
         lists_all_checkpoints=len(report.checkpoint_names) == report.states.kept_checkpoints,
     )
+
+
+def _output_tokens_per_s(report: executor_pb2.Report) -> float:
+    """Returns the output of the batch as it is now: a token of each sequence in a step, or more where drafts are
+    accepted, which only the output of the last seconds tells."""
+    now = 1000 * report.num_running / report.step_ms if report.step_ms else 0.0
+    return max(now, report.output_tokens_per_s)
 
 
 def checkpoint_names(report: executor_pb2.Report) -> Iterator[bytes]:

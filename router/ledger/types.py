@@ -220,7 +220,8 @@ class ExecutorReport:
     `max_tokens`. `seats` is how many of the `budget_sequences` can compute at once; None: all of them.
     `num_adapter_slots` of the `adapters` can be resident at once. `saved_blocks` can be reserved beyond
     `budget_blocks`. `checkpoints` are the names of the prefixes whose recurrent state it keeps, all of them or the last
-    used; None: it does not report any.
+    used; None: it does not report any. Speeds are 0 where not measured, `output_tokens_per_s` is that of the newest
+    batch.
     """
 
     executor_id: str
@@ -234,6 +235,7 @@ class ExecutorReport:
     reserve_quantile: float = 1.0
     step_ms: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    output_tokens_per_s: float = 0.0
     seats: int | None = None
     ends_at_reservation: bool = False
     age_ms: int = 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from inflight.router.ledger.types import Dropped, DropReason, LedgerState, PreemptRequested
+from tests.property.ledger_estimates import CORRECTION_STEP
 from tests.property.ledger_pool import Pool, Request
 
 MAX_PASSED = 4
@@ -99,7 +100,9 @@ def _deal(pool: Pool, name: str, passed: list[str], caller_id: str) -> Dealt:
         return _handle_head_of_line(pool, name, caller_id)
     pool.estimates.observe_placement(pool.now_ms, request.tokens)
     if request.estimate and request.attempt == 0:
-        pool.estimates.observe_wait(pool.now_ms - request.since_ms, *request.estimate)
+        ratio = pool.estimates.observe_wait(pool.now_ms - request.since_ms, *request.estimate)
+        tenant = pool.tenant(request.demand.tenant)
+        tenant.correction += CORRECTION_STEP * (ratio - tenant.correction)
     place(pool, name, executor_id)
     assert request.placement
     pool.tell(request.owner_id, request.placement)

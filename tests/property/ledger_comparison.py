@@ -123,6 +123,7 @@ def _compare_tenants(records: Records, pool: Pool) -> None:
         assert record["bytes"] == pool.bytes_waiting(waiting)
         assert (record["active"], record["weight"]) == (tenant.is_active, tenant.limits.weight)
         assert record["output_share"] == pytest.approx(tenant.output_share)
+        assert record["correction"] == pytest.approx(tenant.correction)
         floor = 0 if tenant.is_active else pool.floor  # who is away will be lifted
         assert max(floor, record["counter"]) == pytest.approx(max(floor, tenant.counter))
         assert max(pool.now_ms, record["request_ms"]) == _moment(max(pool.now_ms, tenant.requests.full_ms))
@@ -143,8 +144,9 @@ def _compare_state(records: Records, pool: Pool) -> None:
     assert [(one["id"], one["executor_id"], one["class"]) for one in state["claims"]] == [
         (name, pool.requests[name].claim, pool.requests[name].class_) for name in pool.claims
     ]
-    assert (state["speed"] or None) == _near(estimates.speed)
+    assert (state["moving_ms"], state["moved_tokens"]) == (_near(estimates.moving_ms), _near(estimates.moved_tokens))
     assert (state["prefill_speed"] or None) == _near(estimates.prefill_speed)
+    assert (state["output_speed"] or None) == _near(estimates.output_speed)
     assert (state["num_estimates"], state["correction"], state["error"]) == (
         estimates.num_estimates,
         pytest.approx(estimates.correction),

@@ -37,7 +37,7 @@ from tests.property.ledger_board import board, place
 from tests.property.ledger_failures import clear_failures, decide_failures, record_failure
 from tests.property.ledger_pool import LEASE_MS, NO_OBSERVERS, Executor, Pool, Request, placement_blocks_of
 from tests.property.ledger_refusals import impossible, refusal_of_waiting
-from tests.property.ledger_tenants import smoothed_share
+from tests.property.ledger_tenants import SHARE_STEP, smoothed_share
 
 AUDIT_GRACE_MS = 2000
 AUDIT_INTERVAL_MS = 1000
@@ -158,7 +158,7 @@ class Ledger:
                 return refused
             wait_ms = pool.estimated_wait_ms(name)
             if wait_ms is not None:
-                request.estimate = (wait_ms, pool.estimates.correction)
+                request.estimate = (wait_ms, tenant.correction)
         return self._own_result(router_id, name)
 
     def _give_back_rates(self, request: Request) -> None:
@@ -199,7 +199,9 @@ class Ledger:
             request.charge, request.rated, ending.computed_tokens, ending.output_tokens, request.output_tokens
         )
         if request.output_tokens > 0:
-            share = smoothed_share(self.pool.output_share, ending.output_tokens, request.output_tokens)
+            self.pool.estimates.num_outputs += 1
+            step = max(SHARE_STEP, 1 / self.pool.estimates.num_outputs)
+            share = smoothed_share(self.pool.output_share, ending.output_tokens, request.output_tokens, step)
             self.pool.output_share = share
         if ending.by_itself and self.pool.overcommits and demand.max_tokens:
             self.pool.lengths.learn(demand.tenant, demand.max_tokens, ending.output_tokens)
@@ -319,7 +321,7 @@ class Ledger:
         prefilled_ms = known.prefilled_ms if known else 0.0
         executor = pool.executors[name] = Executor(report, pool.now_ms, audited_ms, prefilled_ms=prefilled_ms)
         pool.overcommits |= report.reserve_quantile < 1
-        pool.estimates.observe_speeds(report.step_ms, report.prefill_tokens_per_s)
+        pool.estimates.observe_speeds(report, is_any_waiting=bool(pool.waiting()))
         superseded: list[Attempt] = []
         if pool.now_ms - audited_ms >= AUDIT_INTERVAL_MS:
             executor.audited_ms = pool.now_ms

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from math import floor, inf
+from math import ceil, floor, inf
 
 from inflight.executor.scheduler.scheduler import MAX_YIELDING_ATTEMPTS
 from inflight.router.ledger.settings import LedgerSettings
@@ -209,8 +209,18 @@ class Pool:
 
     def estimated_wait_ms(self, name: str) -> int | None:
         """Until it is placed."""
-        waiting = self.waiting()
-        return self.estimates.wait_ms(self.num_ahead(name), len(waiting), self.tokens_waiting(waiting))
+        waiting, request = self.waiting(), self.requests[name]
+        tenant, prompt, reserved = (
+            self.tenants[request.demand.tenant],
+            request.demand.prompt_tokens,
+            request.output_tokens,
+        )
+        estimates, num_executors = self.estimates, len(self.executors)
+        speed = estimates.speed(estimates.reported_speed(prompt, reserved, tenant.output_share, num_executors))
+        if speed is None or not waiting:
+            return None
+        tokens = self.tokens_waiting(waiting) / len(waiting)
+        return ceil((self.num_ahead(name) + 1) * tokens / speed * tenant.correction)
 
     def prefill_ms(self, request: Request) -> float:
         """From its seat to its first token."""
@@ -234,7 +244,9 @@ class Pool:
 
     def tenant(self, name: str) -> Tenant:
         """The tenant, whom this makes known."""
-        tenant = self.tenants.setdefault(name, Tenant(output_share=self.output_share))
+        tenant = self.tenants.setdefault(
+            name, Tenant(output_share=self.output_share, correction=self.estimates.correction)
+        )
         tenant.used_ms = self.now_ms
         return tenant
 
@@ -254,7 +266,7 @@ class Pool:
                 tenant.counter = max(tenant.counter, self.floor)
             tenant.is_active = is_active
         if not self.waiting():
-            self.estimates.end_window()
+            self.estimates.stop_measuring()
 
     def charge(self, request: Request) -> None:
         """Charges the first placement. Who did not stand in line comes back only now."""

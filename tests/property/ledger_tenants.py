@@ -11,9 +11,9 @@ OUTPUT_WEIGHT = 2
 SHARE_STEP = 0.05
 
 
-def smoothed_share(share: float, output: int, reserved: int) -> float:
+def smoothed_share(share: float, output: int, reserved: int, step: float = SHARE_STEP) -> float:
     """How much of the reserved output is used, after one more output."""
-    return share + SHARE_STEP * (min(1, output / reserved) - share)
+    return share + step * (min(1, output / reserved) - share)
 
 
 @dataclass(slots=True)
@@ -36,12 +36,14 @@ class Bucket:
 
 @dataclass(slots=True)
 class Tenant:
-    """A tenant by its latest limits. `counter` is what it was served, `output_share` what it uses of reservations."""
+    """A tenant by its latest limits. `counter` is what it was served, `output_share` what it uses of reservations,
+    `correction` that of its estimates."""
 
     limits: TenantLimits = NO_LIMITS
     counter: float = 0.0
     is_active: bool = False
     output_share: float = 1.0
+    correction: float = 1.0
     requests: Bucket = field(default_factory=Bucket)
     tokens: Bucket = field(default_factory=Bucket)
     used_ms: int = 0

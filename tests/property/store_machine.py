@@ -334,6 +334,7 @@ class StoreMachine(RuleBasedStateMachine):
                 held,
                 step_ms=20,
                 prefill_tokens_per_s=1000,
+                output_tokens_per_s=100,
                 ends_at_reservation=seq % 4 > 0,
                 **served_adapters(seq % 5 + ord(executor_id)),
             ),

@@ -529,6 +529,11 @@ def test_report_reaches_the_ledger_with_what_it_reserves_and_how_fast_it_is() ->
     assert (report.reserve_quantile, report.step_ms, report.prefill_tokens_per_s) == (0.5, 7, 900)
     assert not report.accepting
     assert ledger_report(link, executor_pb2.Report()).reserve_quantile == 1.0
+    # A batch that has just begun has no output yet; drafts yield more than a token in a step.
+    batch = {"step_ms": 50, "num_running": 4}
+    assert ledger_report(link, executor_pb2.Report(**batch)).output_tokens_per_s == 80
+    assert ledger_report(link, executor_pb2.Report(output_tokens_per_s=120, **batch)).output_tokens_per_s == 120
+    assert ledger_report(link, executor_pb2.Report(num_running=4)).output_tokens_per_s == 0
 
 
 async def test_client_reads_of_line_pause_and_move_in_order() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
 from typing import Any
 
 from inflight.executor.vllm.backend import Backend, Produced, RefusedError, StepStats
@@ -33,9 +32,9 @@ async def generated(
 ) -> list[Produced]:
     """All that a request gets."""
     keywords = {**GREEDY, "max_tokens": num_tokens, **parameters}
-    outputs: Any = backend.generate(f"contract-{next(_numbers)}", prompt_ids, keywords, salt)
-    async with aclosing(outputs):
-        return [produced async for produced in outputs]
+    outputs: list[Produced] = []
+    await backend.generate(f"contract-{next(_numbers)}", prompt_ids, keywords, salt, outputs.append)
+    return outputs
 
 
 def tokens_of(outputs: list[Produced]) -> list[int]:
@@ -169,14 +168,9 @@ async def cancelled_request_leaves_nothing(backend: Backend) -> None:
     steps: list[StepStats] = []
     backend.watch_steps(steps.append)
     begun = asyncio.Event()
-
-    async def read() -> None:
-        outputs: Any = backend.generate(f"contract-{next(_numbers)}", PROMPT, {**GREEDY, "max_tokens": 40}, None)
-        async with aclosing(outputs):
-            async for _ in outputs:
-                begun.set()
-
-    reader = asyncio.create_task(read())
+    keywords = {**GREEDY, "max_tokens": 40}
+    reading = backend.generate(f"contract-{next(_numbers)}", PROMPT, keywords, None, lambda _: begun.set())
+    reader = asyncio.create_task(reading)
     await begun.wait()
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)

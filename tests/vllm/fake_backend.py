@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class FakeRequest:
     parameters: Mapping[str, Any]
     num_cached_tokens: int
     adapter: str = ""
+    priority: int = 0
     ready: asyncio.Queue[Produced | Exception] = field(default_factory=asyncio.Queue)
     is_preempted: bool = False
 
@@ -91,8 +93,10 @@ class FakeBackend:
         prompt_ids: list[int],
         parameters: Mapping[str, Any],
         cache_salt: str | None,
+        take: Callable[[Produced], None],
         adapter_slot: int | None = None,
-    ) -> AsyncIterator[Produced]:
+        priority: int = 0,
+    ) -> None:
         """See `Backend`."""
         if self._lost.is_set():
             raise BackendLostError
@@ -102,7 +106,9 @@ class FakeBackend:
         num_cached = 0 if parameters.get("skip_reading_prefix_cache") else self._num_cached(known, prompt_ids)
         known.append(tuple(prompt_ids))
         adapter = "" if adapter_slot is None else self.adapters[adapter_slot]
-        request = FakeRequest(request_id, list(prompt_ids), len(prompt_ids), parameters, num_cached, adapter)
+        request = FakeRequest(
+            request_id, list(prompt_ids), len(prompt_ids), parameters, num_cached, adapter, priority=priority
+        )
         self.requests.append(request)
         if self._automatic:
             asyncio.get_running_loop().call_soon(self._step_on)
@@ -111,7 +117,7 @@ class FakeBackend:
                 produced = await request.ready.get()
                 if isinstance(produced, Exception):
                     raise produced
-                yield produced
+                take(produced)
                 if produced.finish_reason is not None:
                     return
         finally:
@@ -133,8 +139,10 @@ class FakeBackend:
 
     @property
     def running(self) -> list[FakeRequest]:
-        """The requests in the batch."""
-        return [one for one in self.requests if not one.is_preempted][: self._facts.max_num_sequences]
+        """The requests in the batch: those that have begun, then by priority and arrival."""
+        known = [one for one in self.requests if not one.is_preempted]
+        known.sort(key=lambda one: one.priority if len(one.token_ids) == one.num_prompt_tokens else -math.inf)
+        return known[: self._facts.max_num_sequences]
 
     def step(self) -> None:
         """Computes a token of each running request. Readers take them afterwards."""

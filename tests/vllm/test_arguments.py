@@ -13,6 +13,7 @@ from inflight.executor.vllm.arguments import FLAGS, OF_THE_PROCESS, SWITCHES, en
 
 MODEL = Path("/models/m")
 FIRST = ["--model", "/models/m", '--structured-outputs-config={"backend":"guidance"}']
+FIRST += ["--scheduling-policy", "priority"]
 
 
 def arguments(**settings: Any) -> list[str]:
@@ -30,7 +31,7 @@ def test_settings_come_before_the_users_own_flags_which_win() -> None:
         enable_kv_cache_reuse=False,
         engine_args='--max-num-seqs 8 --speculative-config \'{"method": "ngram"}\'',
     )
-    assert words[3:] == [
+    assert words[len(FIRST) :] == [
         *("--max-num-seqs", "4", "--tensor-parallel-size", "2", "--no-enable-prefix-caching"),
         *("--max-num-seqs", "8", "--speculative-config", '{"method": "ngram"}'),
     ]
@@ -39,7 +40,7 @@ def test_settings_come_before_the_users_own_flags_which_win() -> None:
 def test_folder_of_adapters_makes_vllm_serve_them() -> None:
     assert arguments(max_adapters=3) == FIRST
     words = arguments(adapter_folder=Path("/a"), max_adapters=3, max_adapter_rank=16)
-    assert words[3:] == ["--enable-lora", "--max-loras", "3", "--max-lora-rank", "16"]
+    assert words[len(FIRST) :] == ["--enable-lora", "--max-loras", "3", "--max-lora-rank", "16"]
 
 
 @pytest.mark.parametrize("flag", ["--model x", "--stream-interval=4", "--disable_log_stats"])

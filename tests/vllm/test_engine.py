@@ -10,6 +10,7 @@ import pytest
 from inflight.executor.engine.output import EngineOutput, EngineStatus
 from inflight.executor.scheduler.admission import Refusal
 from inflight.executor.scheduler.limits import SchedulerLimits
+from inflight.executor.scheduler.scheduler import MAX_YIELDING_ATTEMPTS
 from inflight.executor.scheduler.seat_view import SequencePhase
 from inflight.executor.scheduler.sequence import FinishReason, Processors, Sequence
 from inflight.executor.scheduler.step_constraint import StepConstraint
@@ -124,6 +125,39 @@ async def test_vllm_never_queues_more_than_the_standby(bench: Bench) -> None:
     assert len(bench.backend.requests) == most
     (rejected,) = [one for output in bench.outputs for one in output.rejected]
     assert (rejected[0].request_id, rejected[1]) == (str(most), Refusal.NO_CAPACITY)
+
+
+async def test_standby_gets_seats_in_order_of_class(bench: Bench) -> None:
+    await bench.submit(*(make_sequence(name, [1], max_tokens=2) for name in "ab"))
+    await bench.step()
+    await bench.submit(make_sequence("standard", [1]), make_sequence("interactive", [1], priority=1, max_tokens=1))
+    assert [one.priority for one in bench.backend.requests] == [0, 0, 0, -1]
+    await bench.step(2)
+    boarded = [one.request_id for output in bench.outputs for one in output.boarded]
+    assert boarded == ["a", "b", "interactive", "standard"]
+
+
+async def test_newest_of_class_batch_gives_its_seat_to_another_class_at_once(bench: Bench) -> None:
+    batch = [make_sequence(f"batch {number}", [1], max_tokens=9, priority=-1) for number in range(3)]
+    await bench.submit(*batch)
+    await bench.step()
+    assert bench.ends == []
+    await bench.submit(make_sequence("standard", [2]))
+    assert bench.ends == [("batch 1", FinishReason.PREEMPTED)]
+    await bench.step()
+    assert [one.request_id for one in bench.outputs[-1].boarded] == ["standard"]
+    assert [one.name for one in bench.backend.requests] == ["batch 0#1", "batch 2#1", "standard#1"]
+
+
+async def test_class_batch_keeps_its_seat_if_it_was_placed_often_or_one_is_free(bench: Bench) -> None:
+    await bench.submit(make_sequence("batch 0", [1], max_tokens=9, priority=-1))
+    await bench.submit(make_sequence("standard", [2], max_tokens=9))
+    often = make_sequence("batch 0", [1], max_tokens=9, priority=-1, attempt=MAX_YIELDING_ATTEMPTS + 1)
+    await bench.submit(often)
+    bench.outputs.clear()
+    await bench.step()
+    await bench.submit(make_sequence("interactive", [3], priority=1))
+    assert bench.ends == []
 
 
 async def test_reservations_never_exceed_the_blocks_of_vllm(bench: Bench) -> None:

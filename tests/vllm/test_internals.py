@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,16 +12,18 @@ import pytest
 
 from inflight.common.settings import SettingError
 from inflight.executor.scheduler.sequence import TokenLogprobs
-from inflight.executor.vllm.backend import StepStats
+from inflight.executor.vllm.backend import Produced, StepStats
 from inflight.executor.vllm.internals import (
     REPLAY_PROCESSOR,
     REPLAY_PROCESSOR_V2,
     CachedBlocks,
     allow_replay,
     check_version,
+    drop_prometheus,
     facts_of,
     produced_of,
     stats_of,
+    take_tokens,
 )
 
 
@@ -64,6 +67,64 @@ def test_prompt_is_scored_from_its_second_token_on() -> None:
     )
 
 
+class Processor:
+    """vLLM's `OutputProcessor`. What it gets waits in the request's collector until `read`."""
+
+    def __init__(self, *names: str, prefilling: str = "") -> None:
+        self.request_states = {
+            f"{name}-1": SimpleNamespace(
+                external_req_id=name, is_prefilling=name in prefilling, queue=SimpleNamespace(output=None)
+            )
+            for name in names
+        }
+        self.taken: list[tuple[str, Produced]] = []
+
+        def taker(name: str) -> Callable[[Produced], None]:
+            return lambda produced: self.taken.append((name, produced))
+
+        take_tokens(self, {name: taker(name) for name in names})
+
+    def process_outputs(self, outputs: Any, timestamp: float, statistics: Any = None) -> Any:
+        for one in outputs:
+            self.taken.append(("vLLM", Produced(tuple(one.new_token_ids))))
+            if one.request_id in self.request_states:
+                self.request_states[one.request_id].queue.output = one
+        return timestamp, statistics
+
+    def read(self) -> None:
+        for one in self.request_states.values():
+            one.queue.output = None
+
+
+def step_output(name: str, *token_ids: int, **fields: Any) -> Any:
+    given = {"request_id": f"{name}-1", "new_token_ids": list(token_ids)}
+    return SimpleNamespace(**{**given, "finish_reason": None, "events": None, "new_logprobs": None, **fields})
+
+
+def test_tokens_go_to_their_takers_behind_what_vllm_makes_objects_of() -> None:
+    processor = Processor(*"abcdef", prefilling="b")
+    others = (
+        step_output("b", 2),
+        step_output("c", 3, finish_reason="stop"),
+        step_output("d", 4, events=[object()]),
+        step_output("e", 5, new_logprobs=object()),
+        step_output("unknown", 6),
+    )
+    outputs = [step_output("a", 1, 7), *others, step_output("f", 8)]
+    assert processor.process_outputs(outputs, 0.5, statistics="some") == (0.5, "some")
+    assert [name for name, _ in processor.taken] == ["vLLM"] * len(others) + ["a", "f"]
+    assert processor.taken[-2:] == [("a", Produced((1, 7))), ("f", Produced((8,)))]
+
+
+def test_tokens_wait_behind_an_output_that_was_not_read_yet() -> None:
+    processor = Processor("a", "b")
+    processor.process_outputs([step_output("a", 1, events=[object()])], 0.0)
+    processor.process_outputs([step_output("a", 2), step_output("b", 3)], 0.0)
+    processor.read()
+    processor.process_outputs([step_output("a", 4)], 0.0)
+    assert [(name, *one.token_ids) for name, one in processor.taken] == [("vLLM", 1), ("vLLM", 2), ("b", 3), ("a", 4)]
+
+
 def event(kind: str, *hashes: int, **fields: Any) -> Any:
     return type(kind, (), {"block_hashes": list(hashes), **fields})()
 
@@ -95,6 +156,18 @@ def test_drafts_are_counted_by_position_in_older_versions_too() -> None:
     iteration = SimpleNamespace(prompt_token_stats=SimpleNamespace(computed=7), num_preempted_reqs=1)
     stats = stats_of(scheduler_stats(spec_decoding_stats=drafts), iteration)
     assert (stats.drafted, stats.accepted, stats.num_prompt_tokens, stats.num_preemptions) == ((3, 3), (2, 1), 7, 1)
+
+
+def test_metrics_that_nothing_reads_are_not_fed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loggers: Any = ModuleType("vllm.v1.metrics.loggers")
+    loggers.PrometheusStatLogger = type("PrometheusStatLogger", (), {})
+    for name in ("vllm", "vllm.v1", "vllm.v1.metrics"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, loggers.__name__, loggers)
+    ours = object()
+    manager = SimpleNamespace(stat_loggers=[ours, loggers.PrometheusStatLogger()])
+    drop_prometheus(manager)
+    assert manager.stat_loggers == [ours]
 
 
 def config(**changes: Any) -> Any:

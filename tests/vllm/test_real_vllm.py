@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from inflight import AsyncClient
+from inflight.common.process import EXIT_FAILED
 from inflight.errors import InflightError
 from inflight.local.options import StackOptions, executor_command, router_command
 from inflight.local.ports import free_ports
@@ -184,7 +185,7 @@ async def test_what_needs_all_of_its_output_goes_on_with_the_same_tokens(client:
 async def test_every_stream_ends_exactly_once_when_an_executor_is_killed(
     stack: LocalStack, client: AsyncClient
 ) -> None:
-    """The last one: it leaves one executor. Half of the streams need what they have said to be output of vLLM's."""
+    """It leaves one executor. Half of the streams need what they have said to be output of vLLM's."""
     prompts = [await client.tokenize(f"{prompt} {number}") for number in range(2) for prompt in PROMPTS]
     greedy: dict[str, Any] = {"temperature": 0}
     exact: dict[str, Any] = {"temperature": 1.0, "presence_penalty": 0.7, "seed": 3, "exact_resume": True}
@@ -220,6 +221,19 @@ async def test_every_stream_ends_exactly_once_when_an_executor_is_killed(
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.asyncio(loop_scope="module")
+async def test_executor_ends_at_once_when_vllms_engine_dies(stack: LocalStack) -> None:
+    """The last one: it leaves no executor."""
+    executor = stack.executors.pop(0)
+    assert executor.exit_code is None
+    (engine,) = [pid for pid in _children(executor.pid) if b"EngineCore" in _command(pid)]
+    os.kill(engine, signal.SIGKILL)
+    async with asyncio.timeout(PATIENCE_S):
+        while executor.exit_code is None:
+            await asyncio.sleep(0.05)
+    assert executor.exit_code == EXIT_FAILED
+
+
 def _children(pid: int) -> list[int]:
     processes = [path for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [int(path.name) for path in processes if _parent(path) == pid]
@@ -234,8 +248,12 @@ def _parent(process: Path) -> int | None:
 
 def _is_engine(pid: int) -> bool:
     """Whether it runs and is not the resource tracker, which removes what the others leave."""
-    try:
-        command = (Path("/proc") / str(pid) / "cmdline").read_bytes()
-    except OSError:
-        return False
+    command = _command(pid)
     return bool(command) and b"resource_tracker" not in command
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return b""

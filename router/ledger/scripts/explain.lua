@@ -115,7 +115,7 @@ local function run()
   if request.state == 'WAITING' then
     local ahead_in_tenant = states.num_ahead_in_tenant(id, request)
     ahead = estimates.num_ahead(request, ahead_in_tenant)
-    wait_ms, reason = estimates.estimated_wait(ahead) or '', wait_reason(request, ahead_in_tenant)
+    wait_ms, reason = estimates.estimated_wait(request, ahead) or '', wait_reason(request, ahead_in_tenant)
     holder, prefill_ms, tolerated_ms = prefix_holder(request)
   end
   local best = with_room(1)[1]

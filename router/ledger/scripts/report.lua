@@ -120,13 +120,16 @@ local function audit()
 end
 
 -- The speeds of the pool follow those of its executors.
-local function observe_speeds(step_ms, tokens_per_s)
-  if step_ms > 0 then
-    state.step_ms = state.step_ms > 0 and 0.95 * state.step_ms + 0.05 * step_ms or step_ms
-  end
-  if tokens_per_s > 0 then
-    local speed = tokens_per_s / 1000
-    state.prefill_speed = state.prefill_speed > 0 and 0.95 * state.prefill_speed + 0.05 * speed or speed
+local function smoothed(old, new, weight)
+  return new <= 0 and old or old > 0 and old + weight * (new - old) or new
+end
+
+-- Output counts while requests wait: then executors are as full as they get.
+local function observe_speeds()
+  state.step_ms = smoothed(state.step_ms, report.step_ms, 0.05)
+  state.prefill_speed = smoothed(state.prefill_speed, report.prefill_tokens_per_s / 1000, 0.05)
+  if state.waiting > 0 then
+    state.output_speed = smoothed(state.output_speed, report.output_tokens_per_s / 1000, 0.3)
   end
 end
 
@@ -171,7 +174,7 @@ local function apply()
   adapters.set_served(executor, report.num_adapter_slots, report.adapters)
   checkpoints.set_kept(report.id, report.checkpoints)
   state.overcommits = state.overcommits or executor.quantile < 1
-  observe_speeds(report.step_ms, report.prefill_tokens_per_s)
+  observe_speeds()
   write_later('ZADD', SIZES, string.format('%d', report.total_blocks), report.id)
   write_later('ZADD', REPORTS, string.format('%d', executor.last_report_ms), report.id)
 

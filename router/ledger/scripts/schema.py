@@ -16,9 +16,9 @@ RECORDS: Mapping[str, Sequence[str]] = {
     for name, fields in {
         "state": """
             arrivals floor waiting waiting_by_class[3] tokens[3] bytes max_bypass age_ms preempts?
-            overcommits? num_estimates error correction speed window_since window_tokens prefill_speed
-            step_ms output_share next_age_ms num_prefixes has_old_prefixes? unboarded? remember_ms
-            tenant_cursor$ sweep_cursor$ claims$ now_ms ahead_ms tolerated_ttft_ms version
+            overcommits? num_estimates error correction moving_ms moved_tokens moved_at prefill_speed
+            output_speed step_ms output_share num_outputs next_age_ms num_prefixes has_old_prefixes? unboarded?
+            remember_ms tenant_cursor$ sweep_cursor$ claims$ now_ms ahead_ms tolerated_ttft_ms version
         """,
         "executor": """
             generation seq budget_blocks total_blocks budget_sequences reserved_blocks
@@ -27,7 +27,7 @@ RECORDS: Mapping[str, Sequence[str]] = {
         """,
         "tenant": """
             counter weight waiting_by_class[3] listed[3] active? waiting tokens[3] bytes running
-            max_running output_share request_ms token_ms ms_per_token used_ms
+            max_running output_share correction request_ms token_ms ms_per_token used_ms
         """,
         "request": """
             state$ owner$ tenant$ executor_id$ claim$ prefixes$ digest$ undecided$ adapter$ class

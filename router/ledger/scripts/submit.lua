@@ -197,7 +197,7 @@ local function without_seat(known, request, executor_id)
     take_back(request, tenant)
     return refused
   end
-  request.estimate, request.correction = wait_ms or math.huge, state.correction
+  request.estimate, request.correction = wait_ms or math.huge, tenant.correction
   save_request(asked.id, request)
   return {'QUEUED', ahead, wait_ms or ''}
 end

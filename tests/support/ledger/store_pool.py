@@ -111,6 +111,7 @@ class StorePool:
         reserve_quantile: float = 1.0,
         step_ms: float = 0.0,
         prefill_tokens_per_s: float = 0.0,
+        output_tokens_per_s: float = 0.0,
     ) -> ExecutorReport:
         """A report newer than every one before."""
         self.num_reports += 1
@@ -126,6 +127,7 @@ class StorePool:
             reserve_quantile,
             step_ms,
             prefill_tokens_per_s,
+            output_tokens_per_s,
         )
 
     async def remember(self) -> None:

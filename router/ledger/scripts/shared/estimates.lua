@@ -1,8 +1,12 @@
 -- Estimates: the expected wait of a request, from the speed of the queue, and the quality of the estimates.
 --
--- The queue's speed is in tokens (prompt and reserved output) placed per millisecond while requests waited, smoothed over
--- windows of a second. Raw estimates are multiplied by `state.correction`, the smoothed ratio of actual to estimated.
-local WINDOW_MS = 1000
+-- The queue's speed is in tokens (prompt and reserved output) placed per millisecond while requests waited, over about the
+-- last MEMORY_MS of such time. What is missing to FULL_MS of it is filled by the speeds that executors report. Raw estimates
+-- are multiplied by the tenant's `correction`, the smoothed ratio of actual to estimated: it has what later requests of
+-- other tenants overtake. A new tenant begins with that of the pool.
+local MEMORY_MS, FULL_MS, LEAST_MS = 10000, 5000, 1000
+local MIN_OUTPUTS = 4 -- from which is known how much of its reservation an output uses
+local CORRECTION_STEP = 0.05
 estimates.MARGIN = 1.2 -- by which an estimate must miss a deadline before the request is refused for it
 
 -- Requests that will probably be placed before it: all of higher classes, and those ahead of it in its tenant's queue;
@@ -22,13 +26,38 @@ function estimates.num_ahead(request, ahead_in_tenant)
   return ahead
 end
 
--- Milliseconds until so many requests are placed; nil if nothing was measured.
-function estimates.estimated_wait(ahead)
-  if state.speed == 0 or state.waiting == 0 then
+-- Tokens per millisecond of a queue of requests like this one, by what executors report; nil if that is unknown. They
+-- compute prompts and outputs in the same steps: what takes longer of both decides.
+local function reported_speed(request)
+  if state.output_speed == 0 or state.num_outputs < MIN_OUTPUTS then
+    return nil
+  end
+  local tokens = reserved_tokens(request)
+  local busy_ms = (tokens - request.prompt) * load_tenant(request.tenant).output_share / state.output_speed
+  if state.prefill_speed > 0 then
+    busy_ms = math.max(busy_ms, request.prompt / state.prefill_speed)
+  end
+  return busy_ms > 0 and tokens / busy_ms * redis.call('ZCARD', SIZES) or nil
+end
+
+-- Tokens per millisecond; nil if nothing was measured.
+local function speed(request)
+  local missing_ms = math.max(0, FULL_MS - state.moving_ms)
+  local reported = missing_ms > 0 and reported_speed(request)
+  if reported then
+    return (state.moved_tokens + reported * missing_ms) / FULL_MS
+  end -- the tokens of requests known only to executors are unknown
+  return state.moving_ms >= LEAST_MS and state.moved_tokens > 0 and state.moved_tokens / state.moving_ms or nil
+end
+
+-- Milliseconds until the request is placed, with so many ahead of it; nil if nothing was measured.
+function estimates.estimated_wait(request, ahead)
+  local tokens_per_ms = state.waiting > 0 and speed(request)
+  if not tokens_per_ms then
     return nil
   end
   local tokens = state.tokens[1] + state.tokens[2] + state.tokens[3]
-  return math.ceil((ahead + 1) * tokens / state.waiting / state.speed * state.correction)
+  return math.ceil((ahead + 1) * tokens / state.waiting / tokens_per_ms * load_tenant(request.tenant).correction)
 end
 
 -- Milliseconds from placement to first token; 0 if nothing was measured.
@@ -41,29 +70,26 @@ end
 
 -- Updates the measurements after a waiting request was placed.
 function estimates.observe_wait(request)
-  if state.window_since == 0 then
-    state.window_since = NOW
+  if state.moved_at > 0 then
+    local kept_share = math.exp((state.moved_at - NOW) / MEMORY_MS)
+    state.moving_ms = kept_share * state.moving_ms + (1 - kept_share) * MEMORY_MS
+    state.moved_tokens = kept_share * state.moved_tokens + reserved_tokens(request)
   end
-  local window_ms = NOW - state.window_since
-  state.window_tokens = state.window_tokens + reserved_tokens(request)
-  if window_ms >= WINDOW_MS then
-    local speed = state.window_tokens / window_ms
-    if speed > 0 then -- the tokens of requests known only to executors are unknown
-      state.speed = state.speed > 0 and 0.7 * state.speed + 0.3 * speed or speed
-    end
-    state.window_since, state.window_tokens = NOW, 0
-  end
+  state.moved_at = NOW
   if request.estimate < math.huge and request.attempt == 0 then
     local actual = NOW - request.since_ms
     local weight = math.max(0.01, 1 / (state.num_estimates + 1))
     local ratio = math.max(0.1, math.min(10, (actual + 50) / (request.estimate / request.correction + 50)))
     state.num_estimates = state.num_estimates + 1
     state.error = state.error + weight * (math.abs(actual - request.estimate) / math.max(actual, 100) - state.error)
-    state.correction = state.correction + math.max(weight, 0.05) * (ratio - state.correction)
+    state.correction = state.correction + math.max(weight, CORRECTION_STEP) * (ratio - state.correction)
+    local tenant = load_tenant(request.tenant)
+    tenant.correction = tenant.correction + CORRECTION_STEP * (ratio - tenant.correction)
+    save_tenant(request.tenant, tenant)
   end
 end
 
 -- The queue is empty: its speed is not measured.
-function estimates.end_window()
-  state.window_since, state.window_tokens = 0, 0
+function estimates.stop_measuring()
+  state.moved_at = 0
 end

@@ -163,7 +163,7 @@ local function load_tenant(name)
     tenant = text and unpack_tenant(text) or {
       counter = 0, weight = 1, waiting_by_class = {0, 0, 0}, listed = {math.huge, math.huge, math.huge}, active = false,
       waiting = 0, tokens = {0, 0, 0}, bytes = 0, running = 0, max_running = math.huge, output_share = state.output_share,
-      request_ms = 0, token_ms = 0, ms_per_token = 0, used_ms = NOW, heads = false,
+      correction = state.correction, request_ms = 0, token_ms = 0, ms_per_token = 0, used_ms = NOW, heads = false,
     }
     known_tenants[name], kept.num = tenant, kept.num + 1
     if not text then
@@ -287,9 +287,9 @@ end
 local function load_state()
   state = kept.state or kept.text and unpack_state(kept.text) or {
     arrivals = 0, floor = 0, waiting = 0, waiting_by_class = {0, 0, 0}, tokens = {0, 0, 0}, bytes = 0, max_bypass = 16,
-    age_ms = 30000, preempts = false, overcommits = false, num_estimates = 0, error = 0, correction = 1, speed = 0,
-    window_since = 0, window_tokens = 0, prefill_speed = 0, step_ms = 0, next_age_ms = math.huge, num_prefixes = 0,
-    output_share = 1, has_old_prefixes = false, unboarded = false, remember_ms = 75000, tenant_cursor = '0',
+    age_ms = 30000, preempts = false, overcommits = false, num_estimates = 0, error = 0, correction = 1,
+    moving_ms = 0, moved_tokens = 0, moved_at = 0, prefill_speed = 0, output_speed = 0, step_ms = 0,
+    next_age_ms = math.huge, num_prefixes = 0, output_share = 1, num_outputs = 0, has_old_prefixes = false, unboarded = false, remember_ms = 75000, tenant_cursor = '0',
     sweep_cursor = '0', claims = '', now_ms = 0, ahead_ms = 0, tolerated_ttft_ms = 2000, version = 0,
   }
   kept.state = nil -- it may be changed and not saved

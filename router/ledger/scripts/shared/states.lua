@@ -71,7 +71,7 @@ function states.count_waiting(request, sign, class)
   state.tokens[class] = state.tokens[class] + sign * tokens
   save_tenant(request.tenant, tenant)
   if state.waiting == 0 then
-    estimates.end_window()
+    estimates.stop_measuring()
   end
 end
 
@@ -422,7 +422,7 @@ end
 -- Returns the number of requests ahead in the queue, and the estimated wait or nil.
 function states.outlook(id, request)
   local ahead = estimates.num_ahead(request, states.num_ahead_in_tenant(id, request))
-  return ahead, estimates.estimated_wait(ahead)
+  return ahead, estimates.estimated_wait(request, ahead)
 end
 
 -- Returns the outcome for a WAITING or PLACED request. An estimate of '' is none.

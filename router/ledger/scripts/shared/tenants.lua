@@ -128,7 +128,8 @@ function tenants.settle_usage(request, tenant, computed, output)
   if reserved > 0 then
     local share = math.min(1, output / reserved)
     tenant.output_share = tenant.output_share + SHARE_STEP * (share - tenant.output_share)
-    state.output_share = state.output_share + SHARE_STEP * (share - state.output_share)
+    state.num_outputs = state.num_outputs + 1
+    state.output_share = state.output_share + math.max(SHARE_STEP, 1 / state.num_outputs) * (share - state.output_share)
   end
 end
 

@@ -33,7 +33,7 @@ from inflight.executor.serving.placements import RetentionPolicy
 from inflight.executor.serving.process import (
     Serving,
     default_sampling,
-    describe,
+    describe_executor,
     make_serving,
     serve,
     take_output,
@@ -152,7 +152,7 @@ def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
     """Returns what `Describe` tells routers of this executor."""
     model = loaded.model.description
     limits = loaded.limits
-    description = describe(
+    description = describe_executor(
         settings,
         limits,
         loaded.source.name,

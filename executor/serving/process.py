@@ -147,7 +147,7 @@ def default_sampling(defaults: GenerationDefaults) -> types_pb2.SamplingParams:
     return types_pb2.SamplingParams(bad_word_ids=bad_word_ids, **defaults.sampling)
 
 
-def describe(
+def describe_executor(
     settings: ExecutorSettings, limits: SchedulerLimits, name: str, device: str, **of_engine: Any
 ) -> executor_pb2.DescribeResponse:
     """Returns the response of `Describe`. `name` and `device` are those of the model, `of_engine` are the fields that

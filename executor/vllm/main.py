@@ -25,7 +25,7 @@ from inflight.executor.serving.placements import RetentionPolicy
 from inflight.executor.serving.process import (
     Serving,
     default_sampling,
-    describe,
+    describe_executor,
     make_serving,
     serve,
     take_output,
@@ -121,7 +121,7 @@ def identity(settings: ExecutorSettings, source: ModelSource, backend: Backend, 
     """Returns what `Describe` tells routers of this executor."""
     facts = backend.facts
     end_ids = find_end_tokens(source, source.folder, facts.vocabulary_size, settings.eos_token_ids)
-    description = describe(
+    description = describe_executor(
         settings,
         limits,
         source.name,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import socket
 import time
 from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as SequenceOf
@@ -16,6 +14,7 @@ from starlette.applications import Starlette
 
 from inflight.common.http.metrics_page import metrics_route
 from inflight.common.http.port import HttpPort
+from inflight.common.process import new_process_id
 from inflight.common.protocol import PROTOCOL_VERSION
 from inflight.common.rpc.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals
 from inflight.common.rpc.tls import TlsFiles
@@ -158,7 +157,7 @@ def describe_executor(
     report.
     """
     return executor_pb2.DescribeResponse(
-        executor_id=settings.executor_id or default_executor_id(settings.listen),
+        executor_id=settings.executor_id or new_process_id(settings.listen),
         generation=time.time_ns() // 1_000_000,
         protocol_version=PROTOCOL_VERSION,
         model=settings.served_model_name or name,
@@ -172,8 +171,3 @@ def describe_executor(
         executor_class=settings.executor_class or device.partition(":")[0],
         **of_engine,
     )
-
-
-def default_executor_id(listen: str) -> str:
-    """Returns host, port and a random number. Host and port alone are not unique: cloned machines have equal names."""
-    return f"{socket.gethostname()}:{listen.rpartition(':')[2]}:{secrets.token_hex(4)}"

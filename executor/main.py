@@ -10,6 +10,7 @@ import asyncio
 import functools
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight.common.model_source import load_tokenizer
@@ -93,15 +94,7 @@ def build_executor(
         loaded.group.watch(on_failure)
 
     runner = start_runner(settings, loaded)
-    engine = Engine(
-        Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block), make_drafting(settings)),
-        runner,
-        publish,
-        on_death,
-        overlap=settings.enable_overlap,
-        prefill_budget=PrefillBudget(settings.max_inter_token_ms),
-        garbage_collection=garbage_collection,
-    )
+    engine = make_engine(settings, loaded, runner, publish, on_death, garbage_collection)
     retention = RetentionPolicy(settings.orphan_grace_s, settings.retain_ended_s)
     own_identity = identity(settings, loaded)
     description = own_identity.description
@@ -133,11 +126,27 @@ async def _stop_engine(parts: Parts, exit_code: int, group: WorkerGroup | None) 
     return exit_code
 
 
-def make_drafting(settings: ExecutorSettings) -> Drafting | None:
-    """Returns what drafts tokens by these settings; None if they turn it off."""
-    if settings.speculation == "off":
-        return None
-    return Drafting(choose_proposer(settings.speculation), DraftBudget())
+def make_engine(
+    settings: ExecutorSettings,
+    loaded: Loaded,
+    runner: StepRunner,
+    publish: Callable[[EngineOutput], None],
+    on_death: Callable[[BaseException], None],
+    garbage_collection: GarbageCollection,
+) -> Engine:
+    """Builds the engine, which is not started yet, with its scheduler."""
+    drafting = None
+    if settings.speculation != "off":
+        drafting = Drafting(choose_proposer(settings.speculation), DraftBudget())
+    return Engine(
+        Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block), drafting),
+        runner,
+        publish,
+        on_death,
+        overlap=settings.enable_overlap,
+        prefill_budget=PrefillBudget(settings.max_inter_token_ms),
+        garbage_collection=garbage_collection,
+    )
 
 
 def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:

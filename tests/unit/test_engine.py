@@ -45,7 +45,6 @@ class WatchedStep:
     copied_s: float = 0.0
 
     def result(self) -> tuple[int | None, ...]:
-        """See `PendingStep`."""
         assert self.gate.wait(TIMEOUT_S)
         if self.error is not None:
             raise self.error
@@ -73,7 +72,6 @@ class WatchedDevice:
         self.num_launched = 0
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         error = self.failing.get(self.num_launched)
         began_s = float(self.num_launched)
         self.num_launched += 1

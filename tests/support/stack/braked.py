@@ -80,13 +80,11 @@ class BrakedRunner:
         self._num_tokens = num_tokens
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         if any(sequence.num_output_tokens >= self._num_tokens for sequence in plan.sequences):
             self._wait()
         return self._runner.launch(plan)
 
     def close(self) -> None:
-        """See `StepRunner`."""
         self._runner.close()
         os.close(self._pipe)
 

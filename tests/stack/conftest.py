@@ -1,24 +1,22 @@
 """Real stacks for the tests of this folder: two routers, two executors, one Redis, SmolLM2 in float32; one with default
 settings; and a model that is quick to load, for stacks of which the processes matter and not what they say.
 
-Their processes are forks of one that has loaded their code. A test of how processes start has a `program` of its own.
+Their processes are forks (`tests.support.stack.forked`). A test of what they get from their start has a `program`.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from inflight.bench.fleet.fork_server import start_copy
 from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.local.options import StackOptions
-from inflight.local.process import ChildProcess
 from inflight.local.stack import LocalStack
 from tests.support.stack.executors_linked import wait_for_executors
+from tests.support.stack.forked import forked_processes
 
 # Small enough that requests wait: 40 blocks of 16 tokens, three seats.
 EXECUTOR_ARGS = (
@@ -31,30 +29,9 @@ EXECUTOR_ARGS = (
 )
 
 
-PROGRAM = StackOptions().program
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _forked_processes() -> Iterator[None]:
-    """Loading their code takes most of the time of a start."""
-    begin = ChildProcess.start
-
-    async def start(
-        name: str,
-        role: str,
-        address: str,
-        command: Sequence[str],
-        log_file: Path,
-        environment: Mapping[str, str],
-        http_address: str = "",
-    ) -> ChildProcess:
-        if tuple(command[: len(PROGRAM)]) != PROGRAM:
-            return await begin(name, role, address, command, log_file, environment, http_address)
-        process = await start_copy(command, log_file, {**os.environ, **environment})
-        return ChildProcess(name, role, address, log_file, process, http_address)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ChildProcess, "start", start)
+    with forked_processes():
         yield
 
 

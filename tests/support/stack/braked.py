@@ -40,7 +40,7 @@ class ProcessBrake:
 
     def program(self, num_tokens: int) -> tuple[str, ...]:
         """Returns the program of a stack whose executors stop at sequences with so many output tokens."""
-        return (sys.executable, "-m", "tests.support.stack.braked", str(self.path), str(num_tokens))
+        return (sys.executable, "-P", "-m", "tests.support.stack.braked", str(self.path), str(num_tokens))
 
     def hold(self) -> None:
         assert self._pipe is None

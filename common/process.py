@@ -1,7 +1,9 @@
-"""Exit codes of a server process, and operator errors as one line instead of a traceback."""
+"""A server process: its id, its exit codes, and operator errors as one line instead of a traceback."""
 
 from __future__ import annotations
 
+import secrets
+import socket
 import sys
 from collections.abc import Callable
 
@@ -27,3 +29,9 @@ def run_process(body: Callable[[], int]) -> int:
     except ListenError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_CANNOT_LISTEN
+
+
+def new_process_id(listen: str) -> str:
+    """Returns host, port and a random number. It is new at every start, so that nothing for the previous process
+    reaches this one, and differs between cloned machines, which have equal names."""
+    return f"{socket.gethostname()}:{listen.rpartition(':')[2]}:{secrets.token_hex(4)}"

@@ -10,12 +10,11 @@ import asyncio
 import functools
 import logging
 import os
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight.common.model_source import load_tokenizer
 from inflight.common.process import EXIT_FAILED
-from inflight.common.protocol import PROTOCOL_VERSION
 from inflight.common.rpc.tls import TlsFiles
 from inflight.common.telemetry.tracing import open_tracing
 from inflight.executor.engine.engine import Engine
@@ -34,29 +33,23 @@ from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.serving.placements import RetentionPolicy
 from inflight.executor.serving.process import (
     Serving,
-    default_executor_id,
     default_sampling,
+    describe_executor,
     make_serving,
     serve,
     take_output,
 )
-from inflight.executor.serving.report import policy_proto, pooling_proto
+from inflight.executor.serving.report import pooling_proto
 from inflight.executor.serving.service import ExecutorService, Identity
 from inflight.executor.serving.submission import SubmissionLimits
 from inflight.executor.settings import ExecutorSettings
 from inflight.executor.speculation.budget import DraftBudget
 from inflight.executor.speculation.choice import choose_proposer
-from inflight.v1 import executor_pb2, types_pb2
 
 log = logging.getLogger(__name__)
 
 # Time for the step in flight to end; its results are not used.
 ENGINE_STOP_TIMEOUT_S = 5.0
-
-BATCHING_PROTO = {
-    "inflight": types_pb2.BATCHING_MODE_INFLIGHT,
-    "static": types_pb2.BATCHING_MODE_STATIC,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +94,7 @@ def build_executor(
         loaded.group.watch(on_failure)
 
     runner = start_runner(settings, loaded)
-    engine = Engine(
-        Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block), make_drafting(settings)),
-        runner,
-        publish,
-        on_death,
-        overlap=settings.enable_overlap,
-        prefill_budget=PrefillBudget(settings.max_inter_token_ms),
-        garbage_collection=garbage_collection,
-    )
+    engine = make_engine(settings, loaded, runner, publish, on_death, garbage_collection)
     retention = RetentionPolicy(settings.orphan_grace_s, settings.retain_ended_s)
     own_identity = identity(settings, loaded)
     description = own_identity.description
@@ -141,11 +126,27 @@ async def _stop_engine(parts: Parts, exit_code: int, group: WorkerGroup | None) 
     return exit_code
 
 
-def make_drafting(settings: ExecutorSettings) -> Drafting | None:
-    """Returns what drafts tokens by these settings; None if they turn it off."""
-    if settings.speculation == "off":
-        return None
-    return Drafting(choose_proposer(settings.speculation), DraftBudget())
+def make_engine(
+    settings: ExecutorSettings,
+    loaded: Loaded,
+    runner: StepRunner,
+    publish: Callable[[EngineOutput], None],
+    on_death: Callable[[BaseException], None],
+    garbage_collection: GarbageCollection,
+) -> Engine:
+    """Builds the engine, which is not started yet, with its scheduler."""
+    drafting = None
+    if settings.speculation != "off":
+        drafting = Drafting(choose_proposer(settings.speculation), DraftBudget())
+    return Engine(
+        Scheduler(loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block), drafting),
+        runner,
+        publish,
+        on_death,
+        overlap=settings.enable_overlap,
+        prefill_budget=PrefillBudget(settings.max_inter_token_ms),
+        garbage_collection=garbage_collection,
+    )
 
 
 def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
@@ -157,42 +158,29 @@ def start_runner(settings: ExecutorSettings, loaded: Loaded) -> StepRunner:
 
 
 def identity(settings: ExecutorSettings, loaded: Loaded) -> Identity:
-    """Returns what `Describe` tells routers of this executor.
-
-    The generation is the time of the start. If a clock was set back in between, it is older than the previous one. The
-    ledger then refuses its reports until the lease of the previous generation has expired, a few seconds after its last
-    report.
-    """
+    """Returns what `Describe` tells routers of this executor."""
     model = loaded.model.description
     limits = loaded.limits
-    description = executor_pb2.DescribeResponse(
-        executor_id=settings.executor_id or default_executor_id(settings.listen),
-        generation=time.time_ns() // 1_000_000,
-        protocol_version=PROTOCOL_VERSION,
-        model=settings.served_model_name or loaded.source.name,
+    description = describe_executor(
+        settings,
+        limits,
+        loaded.source.name,
+        str(loaded.model.device),
         model_revision=model.revision,
         block_size=settings.tokens_per_block,
         total_blocks=loaded.num_blocks,
-        max_num_sequences=limits.max_num_sequences,
-        num_standby_sequences=limits.num_standby_sequences,
-        max_num_tokens=limits.max_num_tokens,
-        context_length=limits.context_length,
         vocabulary_size=model.vocabulary_size,
         eos_token_ids=model.eos_token_ids,
         default_sampling=default_sampling(model.defaults),
-        batching=BATCHING_PROTO[settings.batching],
-        scheduler_policy=policy_proto(limits),
         backend=loaded.model.forward.backend_name,
         dtype=model.dtype,
         weight_dtype=model.weight_dtype,
         kv_cache_dtype=model.kv_cache_dtype,
-        device=str(loaded.model.device),
         host_blocks=limits.num_host_blocks,
         num_adapter_slots=0 if loaded.adapters is None else loaded.adapters.num_slots,
         tensor_parallel_size=settings.tensor_parallel_size,
         state_grid_tokens=0 if limits.states is None else limits.states.grid_tokens,
         pooling=pooling_proto(loaded.model.pooling),
-        executor_class=settings.executor_class or loaded.model.device.type,
     )
     targets = InterTokenTargets(
         settings.inter_token_target_interactive_ms,

@@ -350,7 +350,6 @@ class OwnForm(CommentingForm):
         return answer
 
     def event(self, chunk: dict[str, Any], name: str) -> bytes:
-        """Returns the chunk as an event."""
         return id_line(name) + b"data: " + encoded(chunk) + b"\n\n"
 
     def failure(self, error: ApiError) -> bytes:

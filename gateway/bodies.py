@@ -107,8 +107,6 @@ class EarlierBody(Body):
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
-
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
     continuous_usage_stats: bool = False
@@ -268,8 +266,6 @@ class Tool(Body):
 
 
 class FunctionName(Body):
-    """The name of a function."""
-
     name: str
 
 

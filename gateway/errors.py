@@ -44,7 +44,6 @@ class ApiError(Exception):
         return {"error": {"message": self.text, "type": self.kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Returns the headers."""
         headers: dict[str, str] = {}
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))

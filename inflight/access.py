@@ -86,7 +86,6 @@ def hosts_of(targets: Sequence[str]) -> set[str]:
 
 
 def is_this_machine(target: str) -> bool:
-    """Returns whether the target is on this machine."""
     if target.startswith(("unix:", "unix-abstract:")):
         return True
     return all(map(is_loopback, _NUMERIC_OR_DNS.sub("", target).split(",")))

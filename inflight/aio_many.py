@@ -235,7 +235,6 @@ class SharedCall:
         return SharedStream(inbox)
 
     def send(self, message: inference_pb2.GenerateManyRequest) -> None:
-        """Sends a message."""
         self._messages.put_nowait(message)
 
     def cancel(self, inbox: Inbox) -> None:

@@ -241,7 +241,6 @@ def enum_name(wire: Message, name: str) -> str:
 
 
 def decode_models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ...]:
-    """Returns the models in a response."""
     return tuple(
         decode(
             Model,
@@ -254,7 +253,6 @@ def decode_models(response: inference_pb2.ListModelsResponse) -> tuple[Model, ..
 
 
 def decode_capacity(response: inference_pb2.GetCapacityResponse) -> Capacity:
-    """Returns the capacity in a response."""
     return Capacity(
         tuple(decode_executor(executor) for executor in response.executors),
         tuple(decode(QueueDepth, queue) for queue in response.queues),

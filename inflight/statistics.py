@@ -248,7 +248,6 @@ class TenantUsage:
 
 
 def decode_usage(response: inference_pb2.GetUsageResponse) -> TenantUsage:
-    """Returns the usage in a response."""
     since_s = response.complete_since_unix_ms / 1000 if response.HasField("complete_since_unix_ms") else None
     return TenantUsage(tuple(_line(line) for line in response.lines), response.currency, since_s)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import secrets
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +12,7 @@ from starlette.routing import BaseRoute
 
 from inflight.common.http.metrics_page import Refresh, metrics_route
 from inflight.common.http.port import HttpPort
+from inflight.common.process import new_process_id
 from inflight.common.rpc.server import GrpcServer
 from inflight.common.rpc.tls import TlsFiles
 from inflight.common.telemetry.tracing import Tracing, open_tracing
@@ -90,7 +89,7 @@ def build_router(settings: RouterSettings, texts: Mapping[str, TextModel], regis
     tenants = TenantConfigFile.open(settings.admission_file, frozenset(texts), watching.events.admission_file_read)
     tls, channels = open_tls(settings), ExecutorChannels.of(settings)
     authentication = Authentication(settings, lambda: {*texts, *tenants.config.variants})
-    router_id = settings.router_id or _default_router_id(settings.listen)
+    router_id = settings.router_id or new_process_id(settings.listen)
     tracing = open_tracing("router", router_id, settings.otlp_endpoint)
     metrics, latencies = RouterMetrics(registry, texts, tenant_costs_of(settings)), Latencies(texts)
     heard: list[RequestObserver] = [metrics, latencies, *([watching.requests] if has_dashboard else [])]
@@ -190,8 +189,3 @@ def _dispatcher(
         tokens.check_again,
         functools.partial(metrics.charged, model),
     )
-
-
-def _default_router_id(listen: str) -> str:
-    """Returns an id that is new at every start, so that events for the previous process do not reach this one."""
-    return f"{socket.gethostname()}:{listen.rpartition(':')[2]}:{secrets.token_hex(4)}"

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inflight.bench.chaos.observed import Observed
 from inflight.bench.chaos.schedule import Fault, FaultKind
+from inflight.bench.measures.run import percentile
 
 LEASE_S = 5.0
 # What a prefill among others may take on a busy machine; where nothing is to be noticed, what a pause may be.
@@ -106,8 +107,8 @@ def _of_kind(kind: FaultKind, windows: Sequence[Window], streams: Sequence[Obser
         len(windows),
         len(running),
         len(interrupted),
-        quantile(counted, 0.5),
-        quantile(counted, 0.99),
+        percentile(counted, 0.5),
+        percentile(counted, 0.99),
         max(running, default=None),
         max(recoveries, default=None),
         max(bounds, default=None),
@@ -125,11 +126,5 @@ def _calm(windows: Sequence[Window], streams: Sequence[Observed]) -> Gaps:
         ]
         if pauses:
             longest.append(max(pauses))
-    p50_s, p99_s = quantile(longest, 0.5), quantile(longest, 0.99)
+    p50_s, p99_s = percentile(longest, 0.5), percentile(longest, 0.99)
     return Gaps(None, 0, len(longest), 0, p50_s, p99_s, max(longest, default=None), None, None)
-
-
-def quantile(values: Iterable[float], share: float) -> float | None:
-    """Returns the smallest value that so large a share is at most; None of nothing."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None

@@ -73,17 +73,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--seconds", type=float, default=60.0, metavar="S", help="how long faults go on; default: 60")
+    add_system_flags(parser, "chaos", seconds=60.0, seats=4)
     add("--seed", type=int, metavar="N", help="the same faults and requests again; default: another one every time")
-    add(
-        "--model",
-        default="",
-        metavar="MODEL",
-        help=f"{', '.join(TINY)}, or as for `inflight up`; default: SmolLM2-135M-Instruct",
-    )
-    add("--routers", type=int, default=2, metavar="N", help="default: 2")
-    add("--executors", type=int, default=2, metavar="N", help="default: 2")
-    add("--seats", type=int, default=4, metavar="N", help="of each executor; default: 4")
     add("--clients", type=int, metavar="N", help="requests under way; default: half more than there are seats")
     add("--adapters", type=int, default=0, metavar="N", help="LoRA adapters, in half as many slots; default: none")
     add("--faults", dest="kinds", type=_kinds, metavar="KIND,…", help=_names(FaultKind))
@@ -97,8 +88,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="until a fault counts as fatal; default: 90",
     )
-    add("--run-dir", type=Path, default=Path("run/chaos"), metavar="DIR", help="logs; default: run/chaos")
-    add("--out", type=Path, default=Path("run/chaos"), metavar="DIR", help="the report; default: run/chaos")
     add("--measured", type=Path, metavar="FILE", help="a page to put the measured gaps into, such as docs/failures.md")
     add("--copies", action="store_true", help="start processes as copies of one that has loaded its code: back soon")
     add(
@@ -109,6 +98,19 @@ def _parser() -> argparse.ArgumentParser:
         help="more options of the executors, such as --speculation=ngram",
     )
     return parser
+
+
+def add_system_flags(parser: argparse.ArgumentParser, name: str, *, seconds: float, seats: int) -> None:
+    """Adds the flags of a system that runs for a time, and of the folders that get what it writes."""
+    add, folder = parser.add_argument, Path("run") / name
+    add("--seconds", type=float, default=seconds, metavar="S", help="how long; default: %(default)g")
+    models = f"{', '.join(TINY)}, or as for `inflight up`; default: SmolLM2-135M-Instruct"
+    add("--model", default="", metavar="MODEL", help=models)
+    add("--routers", type=int, default=2, metavar="N", help="default: %(default)s")
+    add("--executors", type=int, default=2, metavar="N", help="default: %(default)s")
+    add("--seats", type=int, default=seats, metavar="N", help="of each executor; default: %(default)s")
+    add("--run-dir", type=Path, default=folder, metavar="DIR", help="logs; default: %(default)s")
+    add("--out", type=Path, default=folder, metavar="DIR", help="the report; default: %(default)s")
 
 
 def _names(values: type[FaultKind] | type[Manner]) -> str:

@@ -23,7 +23,10 @@ from typing import Any, NoReturn
 from inflight.common.guard import PR_SET_PDEATHSIG
 from inflight.executor.entry import SPIN_COUNT
 
-CODE = ("inflight.executor.main", "inflight.router.main", "transformers.models.llama.modeling_llama")
+CODE = (
+    *("inflight.executor.main", "inflight.router.main", "inflight.gateway.main"),
+    "transformers.models.llama.modeling_llama",
+)
 
 
 class Copy:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from inflight.bench.ledger.scale import PoolScale
 from inflight.bench.ledger.server import NOTHING, SCRIPT, Usage, Usages
+from inflight.bench.measures.run import percentile
 
 SETTLED = (1, 4, 16)
 """Ends in one settle: a router settles those of a step frame together."""
@@ -156,7 +157,5 @@ class Point:
 
 def percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:
     """Median and 99th percentile of some seconds, in milliseconds; 0 of nothing."""
-    if not seconds:
-        return 0.0, 0.0
-    ordered = sorted(seconds)
-    return 1000 * ordered[len(ordered) // 2], 1000 * ordered[len(ordered) * 99 // 100]
+    p50, p99 = (percentile(seconds, fraction) or 0.0 for fraction in (0.5, 0.99))
+    return 1000 * p50, 1000 * p99

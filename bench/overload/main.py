@@ -25,6 +25,7 @@ from inflight.bench.comparison.stacks import stack_options, vllm_flags, vllm_pro
 from inflight.bench.measures.run import NO_SLO, percentile
 from inflight.bench.overload.sides import End, Ending, Patience, ServeSide, Side, StackSide
 from inflight.bench.peers.driver import SERVER_MODULE
+from inflight.bench.report.table import Table
 from inflight.bench.targets.driven import START_TIMEOUT_S, STOP_GRACE_S
 from inflight.bench.targets.model import LocalModel, local_model
 from inflight.bench.targets.stack import StackTarget, sessions_of
@@ -147,20 +148,12 @@ async def _until_ready(child: ChildProcess) -> None:
 
 
 COLUMNS = (
-    "offered",
-    "completed",
-    "goodput/s",
-    "tokens/s",
-    "refused",
-    "late",
-    "failed",
-    "light %",
-    "light p50",
-    "light p99",
+    *("", "offered", "completed", "goodput/s", "tokens/s", "refused", "late", "failed"),
+    *("light %", "light p50", "light p99"),
 )
 
 
-def row(name: str, endings: Sequence[Ending], seconds: float) -> str:
+def row(name: str, endings: Sequence[Ending], seconds: float) -> list[str]:
     """Returns a row of the table. TTFT is that of the light tenants' requests that got a token, in milliseconds."""
     completed = [one for one in endings if one.end is End.COMPLETED]
     light = [one for one in endings if one.tenant != FLOODING]
@@ -168,9 +161,13 @@ def row(name: str, endings: Sequence[Ending], seconds: float) -> str:
     p50, p99 = (1000 * (percentile(ttfts, fraction) or math.nan) for fraction in (0.5, 0.99))
     share = 100 * sum(one.end is End.COMPLETED for one in light) / max(1, len(light))
     counts = [sum(one.end is end for one in endings) for end in (End.REFUSED, End.LATE, End.FAILED)]
-    tokens_per_s = sum(one.num_tokens for one in completed) / seconds
-    head = f"{name:<16}{len(endings):>10}{len(completed):>10}{len(completed) / seconds:>10.2f}{tokens_per_s:>10.1f}"
-    return head + "".join(f"{count:>10}" for count in counts) + f"{share:>10.0f}{p50:>10.0f}{p99:>10.0f}"
+    num_tokens = sum(one.num_tokens for one in completed)
+    return [
+        *(name, str(len(endings)), str(len(completed))),
+        *(f"{len(completed) / seconds:.2f}", f"{num_tokens / seconds:.1f}"),
+        *map(str, counts),
+        *(f"{figure:.0f}" for figure in (share, p50, p99)),
+    ]
 
 
 async def measure(options: argparse.Namespace) -> str:
@@ -187,20 +184,19 @@ async def measure(options: argparse.Namespace) -> str:
         sides.append(await opened.enter_async_context(serve))
         rates.append(await capacity_per_s(sides[1], model, options, -1))
         found = ", ".join(f"{side.name} {rate:.2f}" for side, rate in zip(sides, rates, strict=True))
-        lines = [
+        capacity = (
             f"capacity: {found} requests/s; offered {options.factor:g} times the larger; "
             f"deadline {patience.deadline_s:g} s, of first tokens {patience.first_token_s:g} s; "
-            f"queue of vllm-serve {queue}",
-            " " * 16 + "".join(f"{column:>10}" for column in COLUMNS),
-        ]
+            f"queue of vllm-serve {queue}"
+        )
         endings: dict[str, list[Ending]] = {side.name: [] for side in sides}
         for number in range(options.rounds):
             requests = load(model, options.factor * max(rates), options, number)
             for side in sides if number % 2 == 0 else reversed(sides):
                 endings[side.name] += await offer(side, requests)
-    lines += [row(name, ended, options.rounds * options.seconds) for name, ended in endings.items()]
+    rows = [row(name, ended, options.rounds * options.seconds) for name, ended in endings.items()]
     errors = {one.error for ended in endings.values() for one in ended if one.end is End.FAILED}
-    return "\n".join([*lines, *sorted(errors)])
+    return "\n".join([capacity, Table(COLUMNS, rows).text(), *sorted(errors)])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -107,15 +107,12 @@ class StackSide:
 
     @property
     def name(self) -> str:
-        """See `Side`."""
         return self.target.mode
 
     def working(self) -> AbstractAsyncContextManager[None]:
-        """See `Side`."""
         return self.target.working()
 
     async def send(self, planned: PlannedRequest, tenant: str) -> Ending:
-        """See `Side`."""
         reading = Reading(tenant, planned.output_tokens)
         try:
             async for delta in self.target.client.generate(
@@ -149,7 +146,6 @@ class ServeSide:
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
-        """See `Side`."""
         self.signal(signal.SIGCONT)
         try:
             yield
@@ -162,7 +158,6 @@ class ServeSide:
             os.killpg(self.group, number)
 
     async def send(self, planned: PlannedRequest, tenant: str) -> Ending:
-        """See `Side`."""
         reading = Reading(tenant, planned.output_tokens)
         try:
             async with asyncio.timeout(self.patience.deadline_s):

@@ -5,12 +5,13 @@ A stream that breaks takes everything with it that is under way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from inflight.bench.timeline.timeline import Action, Timeline
 from inflight.executor.scheduler.admission import Refusal
 from inflight.executor.scheduler.sequence import FinishReason, Sequence
+from inflight.executor.serving.router_session import REJECT_REASON_PROTO
 from inflight.v1 import executor_pb2, types_pb2
 
 if TYPE_CHECKING:
@@ -22,20 +23,6 @@ LATENCY_US = 200
 TO_EXECUTOR = {types_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}"): reason for reason in FinishReason}
 
 
-@dataclass(slots=True)
-class Frame:
-    """Each by request and attempt, in the order in which a router must take them in."""
-
-    accepted: list[tuple[str, int]] = field(default_factory=list)
-    rejected: list[tuple[str, int, Refusal | None]] = field(default_factory=list)
-    """With the reason; None: it was to attach to a placement that it does not hold."""
-    started: list[tuple[str, int, int]] = field(default_factory=list)
-    """With the number of prompt tokens found cached."""
-    tokens: list[tuple[str, int, int, int]] = field(default_factory=list)
-    """With offset and token."""
-    finished: list[tuple[str, int, FinishReason]] = field(default_factory=list)
-
-
 class Session:
     """One stream. Each side calls methods that the other side's process runs."""
 
@@ -44,7 +31,9 @@ class Session:
         self.executor = executor
         self.is_open = True
         self._timeline = timeline
-        self._frame: Frame | None = None
+        self._response: executor_pb2.ServeResponse | None = None
+        self._slots: dict[Sequence, int] = {}
+        self._slot_numbers, self._frame_numbers = itertools.count(), itertools.count(1)
 
     # Towards the executor.
 
@@ -65,39 +54,48 @@ class Session:
 
     def accepted(self, sequence: Sequence) -> None:
         """The placement was taken."""
-        self._pending.accepted.append((sequence.request_id, sequence.attempt))
+        slot = self._slots[sequence] = next(self._slot_numbers)
+        self._pending.accepted.add(request_id=sequence.request_id, attempt=sequence.attempt, slots=[slot])
 
     def rejected(self, request_id: str, attempt: int, refusal: Refusal | None) -> None:
-        """The placement was not taken. `refusal` None: it is not held."""
-        self._pending.rejected.append((request_id, attempt, refusal))
+        """The placement was not taken. `refusal` None: it was to be attached to, and is not held."""
+        why = executor_pb2.REJECT_REASON_NOT_HELD if refusal is None else REJECT_REASON_PROTO[refusal]
+        self._pending.rejected.add(request_id=request_id, attempt=attempt, reason=why)
 
     def started(self, sequence: Sequence) -> None:
         """The sequence boarded."""
-        self._pending.started.append((sequence.request_id, sequence.attempt, sequence.num_cached_tokens))
+        self._pending.step.started.add(slot=self._slots[sequence], cached_tokens=sequence.num_cached_tokens)
 
     def token(self, sequence: Sequence, offset: int, token_id: int) -> None:
         """The sequence got a token."""
-        self._pending.tokens.append((sequence.request_id, sequence.attempt, offset, token_id))
+        step = self._pending.step
+        step.slots.append(self._slots[sequence])
+        step.offsets.append(offset)
+        step.token_ids.append(token_id)
 
     def finished(self, sequence: Sequence, reason: FinishReason) -> None:
         """The sequence ended."""
-        self._pending.finished.append((sequence.request_id, sequence.attempt, reason))
+        error = "failed" if reason is FinishReason.ERROR else ""
+        slot = self._slots.pop(sequence)
+        self._pending.step.finished.add(slot=slot, reason=f"FINISH_REASON_{reason.name}", error=error)
 
     def flush(self) -> None:
         """Sends what has collected."""
-        if self._frame is not None:
-            frame, self._frame = self._frame, None
-            self._to_router(self.router.on_frame, self, frame)
+        if self._response is not None:
+            response, self._response = self._response, None
+            response.step.frame = next(self._frame_numbers)
+            self._to_router(self.router.on_response, self, response)
 
     def report(self, report: executor_pb2.Report) -> None:
         """Sends a report."""
-        self._to_router(self.router.on_report, self, report)
+        response = executor_pb2.ServeResponse(generation=self.executor.generation, report=report)
+        self._to_router(self.router.on_response, self, response)
 
     @property
-    def _pending(self) -> Frame:
-        if self._frame is None:
-            self._frame = Frame()
-        return self._frame
+    def _pending(self) -> executor_pb2.ServeResponse:
+        if self._response is None:
+            self._response = executor_pb2.ServeResponse(generation=self.executor.generation)
+        return self._response
 
     def _to_executor(self, action: Action, *args: Any) -> None:
         self._timeline.after(LATENCY_US, self.executor.process.run, self._if_open, action, *args)

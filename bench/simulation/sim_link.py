@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, cast
 
 from inflight.bench.simulation.invariants import InvariantViolation
-from inflight.bench.simulation.session import Frame, Session
+from inflight.bench.simulation.session import Session
 from inflight.bench.timeline.virtual_loop import VirtualLoop
-from inflight.executor.scheduler.sequence import FinishReason
-from inflight.executor.serving.router_session import REJECT_REASON_PROTO
 from inflight.router.dispatch.dispatcher import Dispatcher
 from inflight.router.executors.link import ExecutorLink, LinkRegistry
 from inflight.router.lifecycle.events import LinkEvent
@@ -48,41 +45,11 @@ class SimLink(ExecutorLink):
         dispatcher.on_linked(self)
         self.come_up(_Events(dispatcher))
         self._writer = loop.start(self._write(cast(Any, session)))
-        self._slots: dict[tuple[str, int], int] = {}
-        self._slot_numbers = itertools.count()
-        self._frame_numbers = itertools.count(1)
 
     def cut(self) -> None:
         """The session ended."""
         self._writer.cancel()
         self._break()
-
-    def take_frame(self, frame: Frame) -> None:
-        """Takes in what a turn of the executor's loop brought."""
-        response = executor_pb2.ServeResponse(generation=self.description.generation)
-        for request_id, attempt in frame.accepted:
-            slot = self._slots[request_id, attempt] = next(self._slot_numbers)
-            response.accepted.add(request_id=request_id, attempt=attempt, slots=[slot])
-        for request_id, attempt, refusal in frame.rejected:
-            why = executor_pb2.REJECT_REASON_NOT_HELD if refusal is None else REJECT_REASON_PROTO[refusal]
-            response.rejected.add(request_id=request_id, attempt=attempt, reason=why)
-        step = response.step
-        step.frame = next(self._frame_numbers)
-        for request_id, attempt, cached_tokens in frame.started:
-            step.started.add(slot=self._slots[request_id, attempt], cached_tokens=cached_tokens)
-        for request_id, attempt, offset, token_id in frame.tokens:
-            step.slots.append(self._slots[request_id, attempt])
-            step.offsets.append(offset)
-            step.token_ids.append(token_id)
-        for request_id, attempt, reason in frame.finished:
-            error = "failed" if reason is FinishReason.ERROR else ""
-            slot = self._slots.pop((request_id, attempt))
-            step.finished.add(slot=slot, reason=f"FINISH_REASON_{reason.name}", error=error)
-        self.take_in(response)
-
-    def take_report(self, report: executor_pb2.Report) -> None:
-        """Takes in how the executor stands."""
-        self.take_in(executor_pb2.ServeResponse(generation=self.description.generation, report=report))
 
     def _mend(self, stream: RequestStream, attempt: int) -> None:
         """Ends the simulation: a session loses no token."""

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from inflight.bench.simulation.client import SimClient
 from inflight.bench.simulation.invariants import InvariantChecker, RequestOutcome
-from inflight.bench.simulation.session import TO_EXECUTOR, Frame, Session
+from inflight.bench.simulation.session import TO_EXECUTOR, Session
 from inflight.bench.simulation.sim_link import SimLink
 from inflight.bench.simulation.store_link import StoreLink
 from inflight.bench.simulation.virtual_redis import VirtualRedis
@@ -187,13 +187,9 @@ class SimRouter:
         if session in self.links:
             self.loop.run(self.links.pop(session).cut)
 
-    def on_frame(self, session: Session, frame: Frame) -> None:
-        """What a turn of the executor's loop brought."""
-        self.loop.run(self.links[session].take_frame, frame)
-
-    def on_report(self, session: Session, report: executor_pb2.Report) -> None:
-        """The executor says how it stands."""
-        self.loop.run(self.links[session].take_report, report)
+    def on_response(self, session: Session, response: executor_pb2.ServeResponse) -> None:
+        """What a turn of the executor's loop brought, or its report."""
+        self.loop.run(self.links[session].take_in, response)
 
     def wants_report(self, executor_id: str) -> bool:
         """Whether this router relays the executor's reports, or would if others do not."""

@@ -14,14 +14,10 @@ from collections import deque
 from inflight.bench.measures.run import DeviceTimes, device_figures
 from inflight.bench.peers.driver import CannotRun, Request, Setup, TokenBatch, serve
 from inflight.common.settings import SettingError, load
-from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.gc import GarbageCollection
 from inflight.executor.engine.output import EngineOutput
-from inflight.executor.engine.prefill_budget import PrefillBudget
 from inflight.executor.loader import Loaded, load_executor
-from inflight.executor.main import make_drafting, start_runner
-from inflight.executor.scheduler.blocks import BlockPool
-from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.main import make_engine, start_runner
 from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
 from inflight.executor.settings import ExecutorSettings
 
@@ -86,20 +82,9 @@ class OwnEngine:
         self._died: BaseException | None = None
         self._admission = _Admission(loaded, settings)
         self._num_runs = 0
-        scheduler = Scheduler(
-            loaded.limits, BlockPool(loaded.num_blocks, settings.tokens_per_block), make_drafting(settings)
-        )
         garbage = GarbageCollection()
         self._runner = start_runner(settings, loaded)
-        self._engine = Engine(
-            scheduler,
-            self._runner,
-            self._publish,
-            self._on_death,
-            overlap=settings.enable_overlap,
-            prefill_budget=PrefillBudget(settings.max_inter_token_ms),
-            garbage_collection=garbage,
-        )
+        self._engine = make_engine(settings, loaded, self._runner, self._publish, self._on_death, garbage)
         garbage.start()
         self._engine.start()
         self._times = self._times_before = DeviceTimes(0, 0.0, 0.0)

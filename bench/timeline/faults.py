@@ -11,8 +11,6 @@ from inflight.bench.timeline.timeline import US_PER_MS, US_PER_S
 
 
 class FaultKind(Enum):
-    """The kinds of faults."""
-
     ROUTER_CRASH = "router_crash"
     ROUTER_DOOM = "router_doom"
     """As a crash, but between the next few operations of the router."""

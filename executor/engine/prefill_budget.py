@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from inflight.executor.engine.copy_time import CopyTime
 from inflight.executor.engine.step_time import LARGEST_SURPRISE, StepLoad, StepTime
 from inflight.executor.scheduler.sequence import StepPlan
 from inflight.executor.scheduler.step_constraint import CopyCost, DecodeLoad, DraftTerms, PrefillAllowance, PrefillCost
@@ -30,6 +29,8 @@ LONGEST_STEP_S = 5.0
 FIRST_TOKENS = 128
 # Time of prompts that are late against the time of the decodes alone.
 LEAST_SHARE = 0.5
+# About the last 50 steps with copies count for the time of a copy.
+FORGETTING = 0.98
 
 
 class MeanWait:
@@ -44,6 +45,30 @@ class MeanWait:
         self._num_observed += 1
         longest_s = LARGEST_SURPRISE * self.seconds + SHORT_S
         self.seconds += max(NEWEST, 1 / self._num_observed) * (min(seconds, longest_s) - self.seconds)
+
+
+class CopyTime:
+    """Seconds that copying a block between device and host memory takes, by the mean over the blocks of steps that
+    copied. Both directions count alike, as they differ little."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._num_blocks = 0.0
+
+    @property
+    def block_s(self) -> float:
+        """The seconds that copying a block takes; 0 before the first copy."""
+        return self._seconds / self._num_blocks if self._num_blocks else 0.0
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Adds the copies of a step. A single long one counts little: it reflects the machine, not the copies."""
+        num_blocks = len(plan.swaps_out) + len(plan.swaps_in)
+        if not num_blocks or seconds <= 0:
+            return
+        if self._num_blocks:
+            seconds = min(seconds, LARGEST_SURPRISE * self.block_s * num_blocks)
+        self._seconds = FORGETTING * self._seconds + seconds
+        self._num_blocks = FORGETTING * self._num_blocks + num_blocks
 
 
 class PrefillBudget:

@@ -29,7 +29,6 @@ class LoopParts:
         self.read_s = now_s
 
     def end(self, part: LoopPart) -> None:
-        """Ends a part."""
         now_s = self._clock()
         self._seconds[part] += now_s - self.read_s
         self.read_s = now_s

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import socket
+import time
 from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -15,17 +14,21 @@ from starlette.applications import Starlette
 
 from inflight.common.http.metrics_page import metrics_route
 from inflight.common.http.port import HttpPort
+from inflight.common.process import new_process_id
+from inflight.common.protocol import PROTOCOL_VERSION
 from inflight.common.rpc.server import LINK_WIRE_LIMITS, MAX_LINK_BYTES, ConnectionLimits, GrpcServer, Signals
 from inflight.common.rpc.tls import TlsFiles
 from inflight.common.telemetry.tracing import Tracing
 from inflight.executor.checkpoint.files import GenerationDefaults
 from inflight.executor.engine.output import EngineOutput
 from inflight.executor.engine.watchdog import watch_engine
+from inflight.executor.scheduler.limits import Batching, SchedulerLimits
 from inflight.executor.serving.metrics import executor_metrics
+from inflight.executor.serving.report import policy_proto
 from inflight.executor.serving.router_auth import PeerNameCheck
 from inflight.executor.serving.service import ExecutorService
 from inflight.executor.settings import ExecutorSettings
-from inflight.v1 import executor_pb2_grpc, types_pb2
+from inflight.v1 import executor_pb2, executor_pb2_grpc, types_pb2
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,11 @@ SERVICE_NAME = "inflight.v1.ExecutorService"
 # Time for routers to receive the last frames before their streams are cut.
 CLOSE_TIMEOUT_S = 1.0
 STOP_GRACE_S = 1.0
+
+BATCHING_PROTO = {
+    Batching.INFLIGHT: types_pb2.BATCHING_MODE_INFLIGHT,
+    Batching.STATIC: types_pb2.BATCHING_MODE_STATIC,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +146,28 @@ def default_sampling(defaults: GenerationDefaults) -> types_pb2.SamplingParams:
     return types_pb2.SamplingParams(bad_word_ids=bad_word_ids, **defaults.sampling)
 
 
-def default_executor_id(listen: str) -> str:
-    """Returns host, port and a random number. Host and port alone are not unique: cloned machines have equal names."""
-    return f"{socket.gethostname()}:{listen.rpartition(':')[2]}:{secrets.token_hex(4)}"
+def describe_executor(
+    settings: ExecutorSettings, limits: SchedulerLimits, name: str, device: str, **of_engine: Any
+) -> executor_pb2.DescribeResponse:
+    """Returns the response of `Describe`. `name` and `device` are those of the model, `of_engine` are the fields that
+    engines have in ways of their own.
+
+    The generation is the time of the start. If a clock was set back in between, it is older than the previous one. The
+    ledger then refuses its reports until the lease of the previous generation has expired, a few seconds after its last
+    report.
+    """
+    return executor_pb2.DescribeResponse(
+        executor_id=settings.executor_id or new_process_id(settings.listen),
+        generation=time.time_ns() // 1_000_000,
+        protocol_version=PROTOCOL_VERSION,
+        model=settings.served_model_name or name,
+        max_num_sequences=limits.max_num_sequences,
+        num_standby_sequences=limits.num_standby_sequences,
+        max_num_tokens=limits.max_num_tokens,
+        context_length=limits.context_length,
+        batching=BATCHING_PROTO[limits.batching],
+        scheduler_policy=policy_proto(limits),
+        device=device,
+        executor_class=settings.executor_class or device.partition(":")[0],
+        **of_engine,
+    )

@@ -9,13 +9,11 @@ import asyncio
 import functools
 import logging
 import os
-import time
 from concurrent.futures import Future
 
 from inflight.common.machine import num_usable_cores
 from inflight.common.model_source import ModelError, ModelSource, resolve_model
 from inflight.common.process import EXIT_FAILED
-from inflight.common.protocol import PROTOCOL_VERSION
 from inflight.common.rpc.tls import TlsFiles
 from inflight.common.telemetry.tracing import open_tracing
 from inflight.executor.checkpoint.files import read_generation_defaults
@@ -26,13 +24,12 @@ from inflight.executor.scheduler.sequence import Constraint
 from inflight.executor.serving.placements import RetentionPolicy
 from inflight.executor.serving.process import (
     Serving,
-    default_executor_id,
     default_sampling,
+    describe_executor,
     make_serving,
     serve,
     take_output,
 )
-from inflight.executor.serving.report import policy_proto
 from inflight.executor.serving.service import ExecutorService, Identity
 from inflight.executor.serving.submission import SubmissionLimits
 from inflight.executor.settings import ExecutorSettings
@@ -42,7 +39,6 @@ from inflight.executor.vllm.backend import Backend
 from inflight.executor.vllm.engine import VllmEngine
 from inflight.executor.vllm.internals import start_vllm
 from inflight.executor.vllm.parameters import INEXACT_RESUME, INEXACT_WITHOUT_REPLAY, unsupported
-from inflight.v1 import executor_pb2, types_pb2
 
 log = logging.getLogger(__name__)
 
@@ -125,31 +121,23 @@ def identity(settings: ExecutorSettings, source: ModelSource, backend: Backend, 
     """Returns what `Describe` tells routers of this executor."""
     facts = backend.facts
     end_ids = find_end_tokens(source, source.folder, facts.vocabulary_size, settings.eos_token_ids)
-    description = executor_pb2.DescribeResponse(
-        executor_id=settings.executor_id or default_executor_id(settings.listen),
-        generation=time.time_ns() // 1_000_000,
-        protocol_version=PROTOCOL_VERSION,
-        model=settings.served_model_name or source.name,
+    description = describe_executor(
+        settings,
+        limits,
+        source.name,
+        facts.device,
         model_revision=source.revision,
         block_size=facts.block_size,
         total_blocks=facts.num_blocks,
-        max_num_sequences=limits.max_num_sequences,
-        num_standby_sequences=limits.num_standby_sequences,
-        max_num_tokens=limits.max_num_tokens,
-        context_length=limits.context_length,
         vocabulary_size=facts.vocabulary_size,
         eos_token_ids=end_ids,
         default_sampling=default_sampling(read_generation_defaults(source.folder, end_ids)),
-        batching=types_pb2.BATCHING_MODE_INFLIGHT,
-        scheduler_policy=policy_proto(limits),
         backend=f"vllm {facts.version}",
         dtype=facts.dtype,
         weight_dtype=facts.weight_dtype,
         kv_cache_dtype=facts.kv_cache_dtype,
-        device=facts.device,
         tensor_parallel_size=facts.tensor_parallel_size,
         inexact_resume=INEXACT_RESUME if facts.can_replay else INEXACT_WITHOUT_REPLAY,
-        executor_class=settings.executor_class or facts.device,
         num_adapter_slots=facts.num_adapter_slots,
     )
     submission = SubmissionLimits(

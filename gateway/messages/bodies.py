@@ -51,8 +51,6 @@ class _Block(Body):
 
 
 class TextBlock(_Block):
-    """A text."""
-
     type: Literal["text"]
     text: str
 

@@ -54,8 +54,6 @@ def of_messages(error: ApiError) -> tuple[int, dict[str, Any]]:
 
 
 class MessageForm:
-    """The form of one message."""
-
     def __init__(self, body: MessagesBody, converted: Converted) -> None:
         self._shows_thinking = body.shows_thinking
         self._converted = converted
@@ -110,7 +108,6 @@ class MessageForm:
         return b"".join(named_event(event, self._id()) for event in self._begun())
 
     def event(self, chunk: dict[str, Any], name: str) -> bytes:
-        """Returns the events for a chunk."""
         events = [(event, self._id(), self._num_after) for event in self._events(chunk)]
         # The end is told again to a client that has not had all of it.
         if any(choice["finish_reason"] is not None for choice in chunk["choices"]) or chunk["usage"] is not None:

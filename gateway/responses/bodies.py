@@ -137,8 +137,6 @@ class _Item(EarlierBody):
 
 
 class MessageItem(_Item):
-    """A message."""
-
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[InputText]
@@ -229,8 +227,6 @@ class OtherItem(Body):
 
 
 class ReasoningText(EarlierBody):
-    """A text of reasoning."""
-
     type: Literal["reasoning_text", "text"]
     text: str
 
@@ -326,8 +322,6 @@ class TextConfig(Body):
 
 
 class ResponseStreamOptions(Body):
-    """Options of a stream."""
-
     include_obfuscation: Literal[False] | None = None
 
 

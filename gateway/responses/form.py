@@ -63,7 +63,6 @@ class _Item:
         return "".join(self.texts)
 
     def part(self) -> dict[str, Any]:
-        """Returns its part."""
         part: dict[str, Any] = {"type": _TEXTS[self.kind], "text": self.text}
         return part | {"annotations": [], "logprobs": self.logprobs} if self.kind == "message" else part
 
@@ -89,8 +88,6 @@ class _Item:
 
 
 class ResponseForm(CommentingForm):
-    """The form of one response."""
-
     def __init__(self, body: ResponsesBody, names: FieldNames) -> None:
         self._body = body
         self._names = names

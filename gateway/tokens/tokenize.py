@@ -76,7 +76,6 @@ def parse_detokenize(raw: bytes) -> DetokenizeBody:
 
 
 def tokenized(request: inference_pb2.TokenizeRequest, answer: inference_pb2.TokenizeResponse) -> dict[str, Any]:
-    """Returns the answer of `/tokenize`."""
     return {
         "count": len(answer.token_ids),
         "max_model_len": answer.context_length,

@@ -37,7 +37,6 @@ def add_address_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_dir_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds `--run-dir`."""
     parser.add_argument(
         "--run-dir",
         metavar="DIR",

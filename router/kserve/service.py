@@ -10,13 +10,14 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import grpc.aio
 
 from inflight.common.errors import Reason, RequestError
 from inflight.kserve import grpc_service_pb2, grpc_service_pb2_grpc
+from inflight.router.api.service import InferenceService
 from inflight.router.auth.caller import Authenticator, Caller, Metadata, model_of, sees_model, verified_caller
 from inflight.router.dispatch.pools import ModelPool, ModelPools
 from inflight.router.kserve.infer_stream import InferStream
@@ -24,8 +25,7 @@ from inflight.router.kserve.models import model_config, model_metadata
 from inflight.router.kserve.responses import FINAL_RESPONSE, Responder, Send
 from inflight.router.kserve.translation import VERSION, Inference, check_version, in_client_words, translate
 from inflight.router.settings import RouterSettings
-from inflight.router.stream.relay import TimedWriter, Write
-from inflight.v1 import inference_pb2
+from inflight.router.stream.relay import TimedWriter
 
 SERVICE_NAME = "inference.GRPCInferenceService"
 
@@ -44,29 +44,11 @@ ONE_RESPONSE = (
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Generator(Protocol):
-    """Who serves requests."""
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether the service drains."""
-        ...
-
-    async def generate(
-        self,
-        request: inference_pb2.GenerateRequest,
-        identify: Callable[[], Caller],
-        metadata: Metadata,
-        write: Write,
-        remaining_s: float | None,
-    ) -> None: ...
-
-
 class KServeService(grpc_service_pb2_grpc.GRPCInferenceServiceServicer):
     """Serves clients of KServe v2. Its only state are running streams."""
 
     def __init__(
-        self, pools: ModelPools, authenticator: Authenticator, generator: Generator, settings: RouterSettings
+        self, pools: ModelPools, authenticator: Authenticator, generator: InferenceService, settings: RouterSettings
     ) -> None:
         self._pools = pools
         self._authenticator = authenticator

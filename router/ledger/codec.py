@@ -277,7 +277,6 @@ def account_name(account: Account) -> str:
 
 
 def parse_account(day: int, name: str) -> Account:
-    """Returns the account with this name."""
     kind, tenant, adapter, executor_class = name.split(_PART)
     is_system = kind == _SYSTEM
     return Account(day, tenant, 0 if is_system else int(kind), adapter, executor_class, is_system)

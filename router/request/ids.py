@@ -52,7 +52,6 @@ def choice_of(ledger_id: str) -> int:
 
 
 def tenant_of(ledger_id: str) -> str:
-    """Returns the tenant of a ledger id."""
     return ledger_id.rpartition("/")[0] or DEFAULT_TENANT
 
 

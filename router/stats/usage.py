@@ -35,7 +35,6 @@ class Prices:
 
 
 def prices_of(settings: RouterSettings) -> Prices:
-    """Returns the prices of the settings."""
     entries = (entry.partition("=") for entry in settings.executor_prices)
     return Prices(settings.price_currency, {name: float(price) for name, _, price in entries})
 

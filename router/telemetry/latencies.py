@@ -29,7 +29,6 @@ class RollingCount:
         self._total = 0
 
     def add(self, now_s: float, count: int = 1) -> None:
-        """Adds to the count."""
         second = int(now_s)
         if self._seconds and self._seconds[-1][0] == second:
             self._seconds[-1] = (second, self._seconds[-1][1] + count)

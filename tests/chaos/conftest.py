@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
@@ -16,6 +16,13 @@ from inflight.bench.fleet.tiny_model import NAME, write_tiny_model
 from inflight.local.options import StackOptions
 from tests.chaos.system import BRAKED_FROM, PATIENCE_S, System
 from tests.support.stack.braked import ProcessBrake
+from tests.support.stack.forked import forked_processes
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_processes() -> Iterator[None]:
+    with forked_processes():
+        yield
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -31,13 +31,11 @@ class PoisonedRunner:
         self._runner = runner
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         if any(tuple(sequence.token_ids[: len(POISON)]) == POISON for sequence in plan.boarded):
             os.kill(os.getpid(), signal.SIGKILL)
         return self._runner.launch(plan)
 
     def close(self) -> None:
-        """See `StepRunner`."""
         self._runner.close()
 
 

@@ -1,11 +1,12 @@
-"""The tests that the pages under docs/ name are there, and every threat and failure has one: a promise is as good as
-the test that proves it."""
+"""The tests that the pages under docs/ and `.ci/interpreters` name are there, and every threat and failure has one: a
+promise is as good as the test that proves it."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,6 +59,16 @@ def test_every_threat_and_every_failure_has_a_test() -> None:
     rows = rows_of("security.md", "## Threats") + rows_of("failures.md", "## What the client sees")
     assert len(rows) > 30
     assert not [row for row in rows if not any(map(any, NAMED.findall(row))) and f"| {BY_HAND} |" not in row]
+
+
+def test_every_file_that_the_tests_of_other_interpreters_name_is_there() -> None:
+    script = (REPOSITORY / ".ci/interpreters").read_text(encoding="utf-8")
+    listed = re.search(r"^UNIT=.*?^TESTS=.*?^\)$", script, re.MULTILINE | re.DOTALL)
+    assert listed is not None
+    command = ["bash", "-c", f'{listed[0]}\necho "${{TESTS[@]}}"']
+    named = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split()
+    assert len(named) > 30
+    assert not [name for name in named if not (REPOSITORY / name).exists()]
 
 
 def test_a_test_that_is_not_there_is_found() -> None:

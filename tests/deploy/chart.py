@@ -54,7 +54,6 @@ def _fetch(target: Path) -> None:
 
 
 def run_helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs helm with these arguments."""
     program = helm_program()
     return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
 

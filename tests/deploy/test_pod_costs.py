@@ -23,10 +23,9 @@ from inflight.cli.deploy.pod_costs import DEFAULT_SELECTOR
 from inflight.common.rpc.server import bind
 from inflight.errors import InflightError
 from inflight.local.certificates import make_certificates
-from inflight.tools.pod_costs.costs import ANNOTATION, changed_costs, deletion_cost
-from inflight.tools.pod_costs.follow import follow
+from inflight.tools.pod_costs.follow import changed_costs, deletion_cost, follow
 from inflight.tools.pod_costs.health import LoopHealth, served
-from inflight.tools.pod_costs.kubernetes_api import KubernetesApi, KubernetesError
+from inflight.tools.pod_costs.kubernetes_api import ANNOTATION, KubernetesApi, KubernetesError
 from tests.deploy.manifests import matches, needs_kubectl, overlay, pod_labels
 
 TOKEN = "a-token"

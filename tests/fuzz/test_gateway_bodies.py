@@ -175,7 +175,6 @@ class KnownGrammars:
     """Has every grammar. The fake device ignores them."""
 
     def find(self, key: bytes) -> CompiledGrammar:
-        """See `GrammarCompiler`."""
         return cast("CompiledGrammar", object())
 
     def close(self) -> None:

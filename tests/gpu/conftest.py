@@ -23,5 +23,4 @@ def _gpu() -> Iterator[None]:
 
 @pytest.fixture
 def gpu() -> torch.device:
-    """The GPU."""
     return torch.device("cuda", 0)

@@ -25,7 +25,6 @@ async def cluster(redis_url: str, pool: str) -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 async def gateway(cluster: Cluster) -> AsyncIterator[RunningGateway]:
-    """The gateway."""
     async with run_gateway(cluster.routers[0].address) as running:
         yield running
 

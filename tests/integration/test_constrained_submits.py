@@ -30,11 +30,9 @@ class HeldCompiler:
         self.known: dict[bytes, CompiledGrammar] = {}
 
     def find(self, key: bytes) -> CompiledGrammar | None:
-        """See `GrammarCompiler`."""
         return self.known.get(key)
 
     def compile(self, constraint: Constraint) -> Future[CompiledGrammar]:
-        """See `GrammarCompiler`."""
         return self.compiling.setdefault(constraint.key, Future())
 
     def close(self) -> None:

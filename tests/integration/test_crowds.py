@@ -250,7 +250,7 @@ async def test_calls_with_one_key_at_the_gateways_get_the_whole_answer_or_are_to
         gateways = [await stack.enter_async_context(run_gateway(router.address)) for router in cluster.routers]
         clients = [await stack.enter_async_context(gateway.openai()) for gateway in gateways]
         pacing = asyncio.create_task(pace(cluster.executors[0].brake, 0.002))
-        for number in range(12):
+        for number in range(8):
             n, best_of = rng.choice(((1, None), (2, None), (3, None), (1, 2)))
             body = {"model": pool, "prompt": [1, 2, 3], "max_tokens": 20, "n": n, "best_of": best_of, "seed": 3}
             if is_streamed and best_of is not None:

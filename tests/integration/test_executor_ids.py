@@ -11,7 +11,7 @@ from rich.console import Console
 
 from inflight.catalogue import decode_capacity
 from inflight.cli.status import capacity_view
-from inflight.executor.serving.process import default_executor_id
+from inflight.common.process import new_process_id
 from inflight.v1 import inference_pb2
 from tests.fuzz.served import HANG_S, check_unharmed
 from tests.integration.test_requests import collect, expected_ids, ids_of
@@ -88,4 +88,4 @@ async def test_executor_at_two_addresses_is_linked_once(redis_url: str, pool: st
 
 
 def test_default_ids_of_cloned_machines_differ() -> None:
-    assert default_executor_id("0.0.0.0:50061") != default_executor_id("0.0.0.0:50061")
+    assert new_process_id("0.0.0.0:50061") != new_process_id("0.0.0.0:50061")

@@ -46,7 +46,6 @@ class FaultyStep(RunStep):
     """A step whose tokens are there; reading anything else of it is a bug, which no step's failure covers."""
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """See `PendingStep`."""
         raise AssertionError("a bug of the engine's")
 
 
@@ -57,7 +56,6 @@ class FaultyDevice:
         self._num_good_steps = num_good_steps
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         self._num_good_steps -= 1
         step = RunStep if self._num_good_steps >= 0 else FaultyStep
         return step((3,) * sum(plan.samples))

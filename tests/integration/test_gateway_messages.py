@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx2
 import openai
 import pytest
@@ -14,6 +13,9 @@ from tests.integration.test_gateway import metric
 from tests.integration.test_hostile_clients import dispatcher_of, until
 from tests.support.stack.cluster import Cluster
 from tests.support.stack.gateways import ANY_KEY, RunningGateway, ServerSentEvent, events_of
+
+if TYPE_CHECKING:  # each worker would import it, which takes a tenth of the time of all imports
+    import anthropic
 
 ASKED: dict[str, Any] = {"max_tokens": 9, "messages": [{"role": "user", "content": "t1 t2"}]}
 GREEDY: dict[str, Any] = {"extra_body": {"temperature": 0, "ignore_eos": True}}
@@ -25,6 +27,8 @@ def _speaking_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def anthropic_of(gateway: RunningGateway, **options: Any) -> anthropic.AsyncAnthropic:
+    import anthropic
+
     return anthropic.AsyncAnthropic(base_url=gateway.url, **{"api_key": ANY_KEY, "max_retries": 0, **options})
 
 
@@ -109,6 +113,8 @@ async def test_message_that_was_left_continues_after_its_last_event(
 
 
 async def test_errors_are_anthropics(cluster: Cluster, gateway: RunningGateway, pool: str) -> None:
+    import anthropic
+
     async with anthropic_of(gateway) as claude:
         with pytest.raises(anthropic.NotFoundError, match="no model 'claude'"):
             await claude.messages.create(model="claude", **ASKED)

@@ -47,7 +47,6 @@ class TimedStep(BrakedStep):
         self._began_s = self._ended_s = time.perf_counter()
 
     def result(self) -> tuple[int | None, ...]:
-        """See `PendingStep`."""
         ids = super().result()
         self._ended_s = time.perf_counter()
         return ids

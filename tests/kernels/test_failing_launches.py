@@ -84,7 +84,6 @@ class FaultyRunner:
         self._fail_before(runner._processing, "draw", "process")
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         self._fail_at("launch")
         step = self.runner.launch(plan)
         self.num_launched += 1
@@ -124,7 +123,6 @@ class UnreadableStep:
         self._step = step
 
     def result(self) -> tuple[int, ...]:
-        """See `PendingStep`."""
         self._step.result()
         raise Lost("read")
 

@@ -59,7 +59,7 @@ def runner_of(model: PagedModel) -> GpuRunner:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sequences_are_those_of_the_generic_runner(tmp_path: Path, name: str) -> None:
     folder = save_model(CONFIGS[name], tmp_path / name)
-    expected, ours = changed_requests(), changed_requests()
+    expected, ours = changed_requests()[:4], changed_requests()[:4]
     scheduler = Scheduler(SEATS, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
     outputs(ModelRunner(load(folder, "reference"), SEATS, BLOCK_SIZE), expected, scheduler, num_ahead=0)
     outputs(runner_of(load(folder, "triton")), ours, Scheduler(SEATS, BlockPool(NUM_BLOCKS, BLOCK_SIZE)))

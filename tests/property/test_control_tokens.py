@@ -69,7 +69,7 @@ def unknown_token(model: TextModel) -> list[str]:
 def test_only_the_template_writes_control_tokens(build: Callable[[], PreTrainedTokenizerBase]) -> None:
     model, trusting = chat_model(build), trusting_model(build)
 
-    @settings(max_examples=examples(100), deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(messages=messages_of(model), tools=st.lists(texts_of(model), max_size=2))
     def one(messages: list[Message], tools: list[str]) -> None:
         chat = chat_of(messages, tools, harmless=False)

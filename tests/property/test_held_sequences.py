@@ -31,7 +31,6 @@ class Listener:
         self._failing = failing
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         self._num_launched += 1
         if self._failing and self._num_launched % self._failing == 0:
             self.device.corrupt(plan)

@@ -133,6 +133,7 @@ def test_logits_are_those_of_the_dequantized_model(
         assert model.forward.decoder.greedy(case.batch, model.kv).tolist() == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("dense_folder", ["llama", "fused-parts"], indirect=True)
 def test_tokens_are_those_of_the_dequantized_model(dense_folder: Path, reference_folder: Path) -> None:
     network: Any = AutoModelForCausalLM.from_pretrained(str(reference_folder), attn_implementation="eager")
     generator = torch.Generator().manual_seed(0)
@@ -145,6 +146,7 @@ def test_tokens_are_those_of_the_dequantized_model(dense_folder: Path, reference
 
 
 @pytest.mark.usefixtures("quantized")
+@pytest.mark.parametrize("dense_folder", ["odd-sizes-bias", "fused-parts"], indirect=True)
 def test_logits_are_the_same_for_every_number_of_threads(dense_folder: Path) -> None:
     case, logits = filled_case(), []
     for num_threads in (1, 2, 3):

@@ -52,9 +52,11 @@ LONG_MODELS: dict[str, PretrainedConfig] = {
 }
 LONG_CASES = [
     *((name, "bfloat16") for name in LONG_MODELS),
-    *(("heads of 64", form) for form in ("float32", "int8", "int4")),
-    *(("window of 150", form) for form in ("float32", "int8")),
-    ("experts", "int8"),
+    *(("heads of 64", "int4"), ("window of 150", "float32"), ("experts", "int8")),
+    *(
+        pytest.param(name, form, marks=pytest.mark.slow)
+        for name, form in (("heads of 64", "float32"), ("heads of 64", "int8"), ("window of 150", "int8"))
+    ),
 ]
 
 
@@ -147,7 +149,7 @@ def test_row_has_the_same_logits_alone_with_drafts_and_in_a_batch(
 
 @pytest.mark.parametrize(("name", "form"), LONG_CASES)
 def test_logits_do_not_depend_on_the_size_of_chunks(tmp_path: Path, name: str, form: str) -> None:
-    ids = torch.randint(VOCABULARY_SIZE, (330,), generator=torch.Generator().manual_seed(5)).tolist()
+    ids = torch.randint(VOCABULARY_SIZE, (280,), generator=torch.Generator().manual_seed(5)).tolist()
     folder = save_model(LONG_MODELS[name], tmp_path / "tiny")
     models = []
     for num_threads in (1, 2):
@@ -156,7 +158,7 @@ def test_logits_do_not_depend_on_the_size_of_chunks(tmp_path: Path, name: str, f
         assert isinstance(models[-1].forward, NativeForward)
         models[-1].allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     alone = one_by_one(models[0], ids, 1)
-    for size in (2, 7, 8, 17, 32, 33, 100, 150, len(ids)):
+    for size in (2, 8, 33, 150, len(ids)):
         model = models[size > 8]
         found = torch.cat([all_logits(model, ids, start, size) for start in range(0, len(ids), size)])
         assert torch.equal(found, alone), f"chunks of {size}"

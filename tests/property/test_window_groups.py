@@ -51,8 +51,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "transformers": {"backend_name": "cpu", "forward_name": "transformers"},
     "reference": {"backend_name": "reference", "forward_name": "transformers"},
 }
-CASES = [("gemma2", "native"), ("gemma3", "native"), ("mistral", "native"), ("gemma3", "int8-kv")]
-CASES += [("gemma3", "transformers"), ("gemma3", "reference")]
+CASES = [("gemma2", "native"), ("mistral", "native"), ("gemma3", "int8-kv"), ("gemma3", "transformers")]
+SLOW_CASES = [pytest.param(("gemma3", form), marks=pytest.mark.slow) for form in ("native", "reference")]
 LIMITS = SchedulerLimits(
     max_num_sequences=4,
     num_standby_sequences=16,
@@ -80,7 +80,7 @@ class Run:
     num_accepted: int
 
 
-@pytest.fixture(scope="module", params=CASES, ids="-".join)
+@pytest.fixture(scope="module", params=[*CASES, *SLOW_CASES], ids="-".join)
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     name, form = request.param
     return name, form

@@ -10,7 +10,7 @@ from inflight.bench.timeline.faults import FaultRates
 from inflight.bench.timeline.population import Population
 from tests.simulation.worlds import SHAPE, run_world
 
-DURATION_S = 8.0
+DURATION_S = 6.0
 
 
 @pytest.mark.timeout(600)

@@ -1,9 +1,12 @@
 """Real stacks for the tests of this folder: two routers, two executors, one Redis, SmolLM2 in float32; one with default
-settings; and a model that is quick to load, for stacks of which the processes matter and not what they say."""
+settings; and a model that is quick to load, for stacks of which the processes matter and not what they say.
+
+Their processes are forks (`tests.support.stack.forked`). A test of what they get from their start has a `program`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from inflight.bench.fleet.tiny_model import write_tiny_model
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack
 from tests.support.stack.executors_linked import wait_for_executors
+from tests.support.stack.forked import forked_processes
 
 # Small enough that requests wait: 40 blocks of 16 tokens, three seats.
 EXECUTOR_ARGS = (
@@ -23,6 +27,12 @@ EXECUTOR_ARGS = (
     *("--max-num-tokens", "64"),
     *("--num-threads", "1"),
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_processes() -> Iterator[None]:
+    with forked_processes():
+        yield
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

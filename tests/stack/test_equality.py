@@ -44,7 +44,7 @@ FEW_BLOCKS = (
     *("--batch-scheduler-policy", "max_utilization"),
     *("--max-tokens-in-paged-kv-cache", "640"),
 )
-PACED = (sys.executable, "-m", "inflight.bench.fleet.paced", str(STEP_MS))
+PACED = (sys.executable, "-P", "-m", "inflight.bench.fleet.paced", str(STEP_MS))
 SCHEMAS = (
     '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}}, '
     '"required": ["name", "age"], "additionalProperties": false}',

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -44,6 +45,7 @@ async def test_processes_serve_on_with_full_disks_and_without_file_descriptors(
         executor_args=(*EXECUTOR_ARGS, "--log-level", "debug"),
         router_args=("--log-level", "debug"),
         run_dir=tmp_path,
+        program=(sys.executable, "-m", "inflight.cli.main"),
     )
     async with LocalStack(options) as stack:
         (router,) = stack.routers

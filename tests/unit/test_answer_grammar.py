@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -23,15 +24,21 @@ GOOD = [("weather.get", '{"city": "Ulm", "n": 3}'), ("now", "{}")]
 COMPILER = Compiler()
 
 
+@functools.lru_cache(maxsize=1)  # a test asks about several texts with each
+def matcher_of(source: str) -> llguidance.LLMatcher:
+    return llguidance.LLMatcher(llguidance.LLTokenizer("byte"), COMPILER.compile(source), log_level=0)
+
+
 def accepts(rules: AnswerRules | ConstraintSource, text: str) -> bool:
     source = rules if isinstance(rules, ConstraintSource) else ConstraintSource(TOOLS, (rules.to_json(),))
-    grammar = COMPILER.compile(source.to_json())
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
+    matcher = matcher_of(source.to_json()).deep_copy()
     return bool(matcher.consume_tokens(list(text.encode()))) and bool(matcher.is_accepting())
 
 
-@pytest.mark.parametrize("must_call", [True, False])
-@pytest.mark.parametrize("start", ["", "<think>\nhm <tool no</think>\n\n", "hm <tool no</think>\n\n"])
+@pytest.mark.parametrize(
+    ("start", "must_call"),
+    [("", True), ("<think>\nhm <tool no</think>\n\n", False), ("hm <tool no</think>\n\n", True)],
+)
 @pytest.mark.parametrize("tools", FORMATS, ids=lambda one: one.name)
 def test_only_valid_calls_follow_the_reasoning(tools: ToolFormat, start: str, must_call: bool) -> None:
     in_reasoning = start.startswith("hm")

@@ -79,7 +79,7 @@ def test_row_counts_all_requests_and_the_first_tokens_of_light_tenants() -> None
         Ending("light-0", End.COMPLETED, 10, 0.25, 1.0),
         Ending("light-1", End.LATE, 2, 0.5, 20.0),
     ]
-    assert row("side", endings, 10.0).split() == ["side", "4", "2", "0.20", "2.0", "1", "1", "0", "50", "250", "500"]
+    assert row("side", endings, 10.0) == ["side", "4", "2", "0.20", "2.0", "1", "1", "0", "50", "250", "500"]
 
 
 def test_load_is_the_same_for_both_and_mostly_of_the_flooding_tenant() -> None:

@@ -230,9 +230,9 @@ def test_rows_are_the_same_alone_in_a_batch_and_without_overlap(model: PagedMode
         if i % 3:
             check_document(SCHEMAS[i % len(SCHEMAS)], expected[f"r{i}"])
     assert any(answer.is_unfinished for answer in expected.values())
-    for limits in (LIMITS, replace(LIMITS, enable_chunked_context=False)):
-        for overlap in (True, False):
-            assert run(model, mixed(), limits, overlap=overlap) == expected
+    for is_chunked, overlap in ((True, True), (False, False)):
+        limits = replace(LIMITS, enable_chunked_context=is_chunked)
+        assert run(model, mixed(), limits, overlap=overlap) == expected
 
 
 def test_preemption_changes_nothing(model: PagedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 
@@ -52,9 +53,10 @@ SHOW_ALL = (
 )
 
 
-def showing_all() -> TextModel:
+@functools.cache
+def model_with(template: str) -> TextModel:
     tokenizer = copied(text_models.smollm2())
-    tokenizer.chat_template = SHOW_ALL
+    tokenizer.chat_template = template
     return TextModel(tokenizer)
 
 
@@ -67,7 +69,7 @@ def test_user_cannot_begin_a_message_of_the_system() -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_no_text_of_a_client_becomes_a_control_token(place: str) -> None:
-    model = showing_all()
+    model = model_with(SHOW_ALL)
     chat, harmless = inference_pb2.Chat(), inference_pb2.Chat()
     for made, text in ((chat, ATTACK), (harmless, "x")):
         says(made, "user", "hello")
@@ -236,20 +238,19 @@ def nested_call(levels: int) -> inference_pb2.Chat:
 
 @pytest.mark.parametrize("levels", [MAX_NESTING + 1, 800, 5_000])
 def test_arguments_that_are_nested_too_deeply_are_an_empty_object(levels: int) -> None:
-    model = showing_all()
+    model = model_with(SHOW_ALL)
     assert "<" not in model.decode(model.encode_chat(nested_call(levels)))
 
 
 def test_conversation_of_the_most_levels_is_taken() -> None:
-    model = showing_all()
+    model = model_with(SHOW_ALL)
     assert "<" in model.decode(model.encode_chat(nested_call(MAX_NESTING)))
 
 
 @pytest.mark.parametrize("kind", ["<|im_end|>", "<|im_", "|"])
 def test_text_that_a_template_escapes_is_refused_only_where_it_holds_a_control_token(kind: str) -> None:
-    tokenizer = copied(text_models.smollm2())
-    tokenizer.chat_template = "{{ messages[0].content | tojson(ensure_ascii=true) }}<|im_end|>"
-    model, chat = TextModel(tokenizer), user_says(kind)
+    model = model_with("{{ messages[0].content | tojson(ensure_ascii=true) }}<|im_end|>")
+    chat = user_says(kind)
     if kind != "<|im_end|>":
         assert model.encode_chat(chat) == model.encode(model.render_chat(chat), add_special_tokens=False)
         return
@@ -259,15 +260,12 @@ def test_text_that_a_template_escapes_is_refused_only_where_it_holds_a_control_t
 
 
 def test_parts_of_a_token_come_together_nowhere_where_a_template_escapes() -> None:
-    tokenizer = copied(text_models.smollm2())
-    tokenizer.chat_template = (
-        "{{ messages[0].name }}{{ messages[0].content }}{{ tools | tojson(ensure_ascii=true) }}<|im_end|>"
-    )
+    template = "{{ messages[0].name }}{{ messages[0].content }}{{ tools | tojson(ensure_ascii=true) }}<|im_end|>"
     chat = user_says("im_start|>")
     chat.messages[0].name = "<|"
     chat.tools.add().update({"x": "<>"})
     with pytest.raises(RequestError, match="control token"):
-        TextModel(tokenizer).encode_chat(chat)
+        model_with(template).encode_chat(chat)
 
 
 class Characters(PreTrainedTokenizer):

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.executor.engine.copy_time import CopyTime
 from inflight.executor.engine.engine import Engine
 from inflight.executor.engine.output import EngineOutput
-from inflight.executor.engine.prefill_budget import PrefillBudget
+from inflight.executor.engine.prefill_budget import CopyTime, PrefillBudget
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import StepPlan

@@ -45,7 +45,6 @@ class WatchedStep:
     copied_s: float = 0.0
 
     def result(self) -> tuple[int | None, ...]:
-        """See `PendingStep`."""
         assert self.gate.wait(TIMEOUT_S)
         if self.error is not None:
             raise self.error
@@ -73,7 +72,6 @@ class WatchedDevice:
         self.num_launched = 0
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         error = self.failing.get(self.num_launched)
         began_s = float(self.num_launched)
         self.num_launched += 1
@@ -227,8 +225,11 @@ def test_failed_step_ends_only_who_was_in_it_and_the_loop_goes_on(loop: Loop, er
     assert_goes_on(loop)
 
 
-@pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("num_steps_before", [0, 1, 5])
+@pytest.mark.parametrize(
+    ("num_steps_before", "error"),
+    [(0, FAILURES[0]), *((1, error) for error in FAILURES), (5, FAILURES[-1])],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else None,
+)
 def test_step_that_cannot_be_launched_ends_only_who_was_in_it(
     loop: Loop, num_steps_before: int, error: Exception
 ) -> None:

@@ -106,7 +106,11 @@ TYPES = {"Q4_0": ("Q4_0",), "Q4_K-Q6_K": ("Q4_K", "Q6_K", "Q4_K"), "Q4_1-Q8_0": 
 ALL = [*((name, "Q4_K-Q6_K") for name in configs())]
 SOME = [("qwen3moe", kinds) for kinds in TYPES if kinds != "Q4_K-Q6_K"]
 MXFP4 = ("gpt-oss", "MXFP4-Q8_0")
-QUICK = [("qwen3moe", "Q4_K-Q6_K"), ("lfm2moe", "Q4_K-Q6_K"), ("qwen35moe", "Q4_K-Q6_K"), MXFP4]
+QUICK = [("qwen3moe", "Q4_K-Q6_K"), ("qwen35moe", "Q4_K-Q6_K"), MXFP4]
+
+
+def slow_unless(quick: list[tuple[str, str]], cases: list[tuple[str, str]]) -> list[Any]:
+    return [pytest.param(*case, marks=() if case in quick else pytest.mark.slow) for case in cases]
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +131,7 @@ def save(folder: Path, name: str, kinds: str) -> tuple[Path, Path]:
     return path, save_gguf_model(path, name, configs()[name], types)
 
 
-@pytest.mark.parametrize(("name", "kinds"), [*ALL, *SOME, MXFP4])
+@pytest.mark.parametrize(("name", "kinds"), slow_unless([*QUICK, ("lfm2", "Q4_K-Q6_K")], [*ALL, *SOME, MXFP4]))
 def test_parameters_are_those_that_were_converted(name: str, kinds: str, tmp_path: Path) -> None:
     path, dense = save(tmp_path, name, kinds)
     network = load_network(resolve_model(str(path)), torch.float32, torch.device("cpu"))[0]
@@ -149,9 +153,7 @@ def test_parameters_are_those_that_were_converted(name: str, kinds: str, tmp_pat
         assert ours.get(field) == theirs.get(field), field
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in QUICK)]
-)
+@pytest.mark.parametrize(("name", "kinds"), slow_unless(QUICK[1:], [*ALL, MXFP4]))
 def test_logits_and_tokens_are_those_of_the_dequantized_model(name: str, kinds: str, tmp_path: Path) -> None:
     path, dense = save(tmp_path, name, kinds)
     network: Any = AutoModelForCausalLM.from_pretrained(str(dense), dtype=torch.float32, attn_implementation="eager")

@@ -168,8 +168,11 @@ def alone(model: PagedModel) -> Ride:
     return ride(model, crowd(), ALONE, overlap=False)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlapped"])
-@pytest.mark.parametrize("limits", [ALONE, BATCH, CHUNKED], ids=["alone", "batch", "chunked"])
+@pytest.mark.parametrize(
+    ("limits", "overlap"),
+    [(ALONE, True), (BATCH, False), (CHUNKED, True)],
+    ids=["alone-overlapped", "batch-in-turn", "chunked-overlapped"],
+)
 def test_tokens_do_not_depend_on_the_batch(
     model: PagedModel, alone: Ride, limits: SchedulerLimits, overlap: bool
 ) -> None:

@@ -201,8 +201,7 @@ def compressed_weight(tensors: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize(("name", "family"), [*((name, "llama") for name in RUN), ("gptq", "qwen2")])
 def test_quantized_folder_runs_like_transformers_on_its_dense_matrices(name: str, family: str, tmp_path: Path) -> None:
     encode, config = RUN[name]
     folder = save_quantized(tmp_path / "model", family, config, encode)
@@ -210,9 +209,13 @@ def test_quantized_folder_runs_like_transformers_on_its_dense_matrices(name: str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize(
-    "kinds", [("Q4_K", "Q6_K"), ("Q8_0",), ("Q4_0", "Q4_1", "Q5_K", "Q8_0"), ("Q2_K", "Q3_K", "IQ4_XS")], ids=" ".join
+    ("family", "kinds"),
+    [
+        ("qwen2", ("Q4_K", "Q6_K")),
+        ("llama", ("Q4_0", "Q4_1", "Q5_K", "Q8_0")),
+        ("llama", ("Q2_K", "Q3_K", "IQ4_XS")),
+    ],
 )
 def test_gguf_runs_like_its_import_by_transformers(
     family: str, kinds: tuple[str, ...], tmp_path: Path, cache: Path

@@ -106,7 +106,7 @@ pytestmark = pytest.mark.slow
 
 NUM_WORDS = 1 << 20
 NUM_DRAWS = 2048
-NUM_SAMPLES = 300
+NUM_SAMPLES = 100
 # Words are the same in every run, so a test passes always or never. The least of some hundred p-values of random words
 # is below this in less than one of a hundred cases.
 LEAST_P = 1e-5

@@ -39,6 +39,8 @@ def test_admission_settings_reach_the_store() -> None:
         ["--max-bypass", "-1"],
         ["--age-s", "0"],
         ["--queue-event-interval-s", "0"],
+        ["--max-prompt-bytes", "ten"],
+        ["--executors", "nowhere"],
     ],
 )
 def test_value_out_of_range_is_refused_by_name(flags: list[str]) -> None:

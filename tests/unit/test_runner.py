@@ -32,7 +32,6 @@ class AddingModel:
         self.failing: set[int] = set()
 
     def step(self, batch: StepBatch, sampling: SamplingBatch) -> tuple[Tensor, None]:
-        """See `PagedModel`."""
         self.steps.append((batch, sampling))
         if len(self.steps) - 1 in self.failing:
             raise RuntimeError("the device is gone")

@@ -194,7 +194,9 @@ def test_what_is_no_model_is_named(tmp_path: Path, config_file: Path) -> None:
 # --- against an executor
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("", "bfloat16"), ("tiny", "bfloat16"), ("tiny", "float32")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [pytest.param("", "bfloat16", marks=pytest.mark.slow), ("tiny", "bfloat16"), ("tiny", "float32")]
+)
 def test_its_blocks_are_those_of_a_real_executor(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,6 @@ class _JumpingSelector(selectors.DefaultSelector):
         self.now_s = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """See `selectors.BaseSelector`."""
         ready: list[tuple[selectors.SelectorKey, int]] = super().select(0)
         if timeout is None and not ready:
             raise RuntimeError("everything waits, and no timer is set")

@@ -123,7 +123,6 @@ class CountedStream:
         self.on_output = self.publish_output
 
     def publish_output(self) -> None:
-        """See `RequestStream`."""
         self._counts[self._number] += 1
 
 
@@ -328,7 +327,6 @@ class KeptResponses:
         self.responses: list[bytes] = []
 
     async def write(self, response: bytes) -> None:
-        """See `grpc.aio.ServicerContext`."""
         self.responses.append(response)
 
 

@@ -138,8 +138,13 @@ def compiled(rules: AnswerRules) -> str:
     return COMPILER.compile(ConstraintSource(TOOLS, (rules.to_json(),)).to_json())
 
 
+@functools.lru_cache(maxsize=3)  # a test asks about several texts with each
+def matcher_of(grammar: str) -> llguidance.LLMatcher:
+    return llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
+
+
 def matches(grammar: str, text: str) -> bool:
-    matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
+    matcher = matcher_of(grammar).deep_copy()
     return bool(matcher.consume_tokens(list(text.encode()))) and bool(matcher.is_accepting())
 
 

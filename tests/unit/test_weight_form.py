@@ -225,7 +225,12 @@ def measured_share(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Call]]
 
 @pytest.mark.usefixtures("quantized")
 @pytest.mark.parametrize(
-    ("rounded", "dense", "explicit"), [(1.0, 0.5, "dense"), (1.0, 0.9, "quantized"), (0.6, 0.9, "quantized_a8")]
+    ("rounded", "dense", "explicit"),
+    [
+        (1.0, 0.5, "dense"),
+        pytest.param(1.0, 0.9, "quantized", marks=pytest.mark.slow),
+        pytest.param(0.6, 0.9, "quantized_a8", marks=pytest.mark.slow),
+    ],
 )
 def test_an_executor_has_the_form_that_was_measured_to_be_faster(
     folder: Path,

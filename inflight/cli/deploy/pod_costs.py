@@ -13,10 +13,9 @@ from inflight.cli.flags import add_connection_flags, connected
 from inflight.cli.parser import CommandParser
 from inflight.common.rpc.server import ListenError, bind
 from inflight.common.telemetry.logs import start_logging
-from inflight.tools.pod_costs.costs import ANNOTATION
 from inflight.tools.pod_costs.follow import follow
 from inflight.tools.pod_costs.health import LoopHealth, served
-from inflight.tools.pod_costs.kubernetes_api import KubernetesApi, KubernetesError
+from inflight.tools.pod_costs.kubernetes_api import ANNOTATION, KubernetesApi, KubernetesError
 
 DEFAULT_SELECTOR = "app.kubernetes.io/name=inflight,app.kubernetes.io/component=executor"
 

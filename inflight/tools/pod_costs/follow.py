@@ -1,6 +1,11 @@
-"""The loop that updates the deletion costs of executor pods.
+"""The deletion costs of executor pods, and the loop that updates them.
 
-Nothing else depends on it: if a router or the API server does not answer, the costs stay as they are, one line is
+When Kubernetes makes a Deployment smaller it deletes first the pods with the least cost. Ours is the number of KV
+blocks that sequences hold there, rounded up to a twentieth of the pool: each change is a write to the API server, which
+Kubernetes asks to keep few. A pod without the annotation counts as 0, so an executor that starts or holds nothing goes
+first.
+
+Nothing else depends on the loop: if a router or the API server does not answer, the costs stay as they are, one line is
 logged, and the next round tries again.
 """
 
@@ -8,14 +13,32 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable, Mapping
 
+from inflight.catalogue import ExecutorCapacity
 from inflight.errors import InflightError
 from inflight.sync import Client
-from inflight.tools.pod_costs.costs import changed_costs
 from inflight.tools.pod_costs.health import LoopHealth
 from inflight.tools.pod_costs.kubernetes_api import KubernetesApi, KubernetesError
 
 log = logging.getLogger(__name__)
+
+STEPS_OF_A_POOL = 20
+
+
+def deletion_cost(executor: ExecutorCapacity) -> int:
+    """Returns the live blocks, rounded up; 0 only without any."""
+    step = max(1, executor.blocks_total // STEPS_OF_A_POOL)
+    return -(-executor.blocks_used // step) * step
+
+
+def changed_costs(executors: Iterable[ExecutorCapacity], annotated: Mapping[str, int | None]) -> dict[str, int]:
+    """Returns the costs to write, by pod. `annotated` has the current ones; an executor's id is the name of its pod.
+
+    A pod whose executor is unknown is left unchanged: it is starting, or no router reaches it.
+    """
+    costs = {executor.executor_id: deletion_cost(executor) for executor in executors}
+    return {pod: costs[pod] for pod, borne in annotated.items() if pod in costs and costs[pod] != (borne or 0)}
 
 
 def follow(

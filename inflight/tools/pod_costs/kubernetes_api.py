@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from inflight.tools.pod_costs.costs import ANNOTATION
-
+# The pods with the least are deleted first.
+ANNOTATION = "controller.kubernetes.io/pod-deletion-cost"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 TIMEOUT_S = 10.0
 # One page: more executors in a namespace are not expected.

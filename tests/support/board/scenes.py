@@ -61,7 +61,6 @@ class ScriptedStatistics:
     async def watch(
         self, request: inference_pb2.GetStatsRequest, caller: Caller
     ) -> AsyncGenerator[inference_pb2.GetStatsResponse, None]:
-        """See `Statistics`."""
         self.callers.append(caller)
         self.requests.append(request)
         self.num_watching += 1

@@ -80,11 +80,9 @@ class RunStep:
         self._logprobs = logprobs
 
     def result(self) -> tuple[int, ...]:
-        """See `PendingStep`."""
         return self._sampled_ids
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """See `PendingStep`."""
         return self._logprobs
 
 

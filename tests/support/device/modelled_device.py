@@ -34,7 +34,6 @@ class ModelledStep:
     copied_s: float = 0.0
 
     def result(self) -> tuple[int, ...]:
-        """See `PendingStep`."""
         return (1,) * self.num_sampled
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
@@ -55,7 +54,6 @@ class ModelledDevice:
     random: random.Random = field(default_factory=lambda: random.Random(7))
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         began_s = self.now_s
         copied_s = self.copy_s * (len(plan.swaps_out) + len(plan.swaps_in))
         computed_s = self.slowness * step_seconds(StepLoad.of(plan)) * (1 + self.jitter * self.random.uniform(-1, 1))

@@ -155,15 +155,12 @@ class CallContext:
         self.events: list[inference_pb2.StreamEvent] = []
 
     def time_remaining(self) -> float | None:
-        """See `grpc.aio.ServicerContext`."""
         return None
 
     def invocation_metadata(self) -> tuple[()]:
-        """See `grpc.aio.ServicerContext`."""
         return ()
 
     async def write(self, response: bytes) -> None:
-        """See `grpc.aio.ServicerContext`."""
         self.events.append(inference_pb2.GenerateResponse.FromString(response).event)
 
 

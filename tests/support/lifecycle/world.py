@@ -463,7 +463,6 @@ class World:
                 yield "finish", name, attempt
 
     def _is_held_back(self, router: Router, event: LedgerEvent) -> bool:
-        """See `inflight.router.ledger.ownership`."""
         return isinstance(event, TakenOver | Cancelled) and any(
             call.kind in ("submit", "resubmit", "adopt") and call.request_id == event.request_id
             for call in router.calls

@@ -40,7 +40,7 @@ class ProcessBrake:
 
     def program(self, num_tokens: int) -> tuple[str, ...]:
         """Returns the program of a stack whose executors stop at sequences with so many output tokens."""
-        return (sys.executable, "-m", "tests.support.stack.braked", str(self.path), str(num_tokens))
+        return (sys.executable, "-P", "-m", "tests.support.stack.braked", str(self.path), str(num_tokens))
 
     def hold(self) -> None:
         assert self._pipe is None
@@ -80,13 +80,11 @@ class BrakedRunner:
         self._num_tokens = num_tokens
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         if any(sequence.num_output_tokens >= self._num_tokens for sequence in plan.sequences):
             self._wait()
         return self._runner.launch(plan)
 
     def close(self) -> None:
-        """See `StepRunner`."""
         self._runner.close()
         os.close(self._pipe)
 

@@ -129,12 +129,10 @@ class BrakedStep:
         self._brake = brake
 
     def result(self) -> tuple[int | None, ...]:
-        """See `PendingStep`."""
         self._brake.wait()
         return self._step.result()
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
-        """See `PendingStep`."""
         return self._step.logprobs()
 
 
@@ -147,7 +145,6 @@ class BrakedDevice:
         self.boarded: list[str] = []
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """See `StepRunner`."""
         self.boarded.extend(sequence.request_id for sequence in plan.boarded)
         return BrakedStep(self._device.launch(plan), self._brake)
 

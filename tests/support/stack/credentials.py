@@ -40,7 +40,6 @@ def ec_key() -> ec.EllipticCurvePrivateKey:
 
 @cache
 def ed_key() -> ed25519.Ed25519PrivateKey:
-    """A key on Ed25519."""
     return ed25519.Ed25519PrivateKey.generate()
 
 

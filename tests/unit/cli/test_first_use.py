@@ -84,7 +84,10 @@ def test_doctor_tells_whether_executors_can_run_with_the_python_of_vllm(tmp_path
     assert (lacking.verdict, lacking.advice) == (doctor.Verdict.MISSING, "grpc_health is missing")
     absent = doctor.vllm(str(tmp_path / "nowhere"))
     assert absent.verdict is doctor.Verdict.MISSING
-    # This Python has none.
+
+
+@pytest.mark.slow
+def test_doctor_says_that_this_python_has_no_vllm() -> None:
     here = doctor.vllm(sys.executable)
     assert (here.verdict, "inflight[vllm]" in here.advice) == (doctor.Verdict.MISSING, True)
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from inflight.common.model_files.recurrent import DELTA_GRID
 from inflight.common.model_source import ModelError
-from inflight.executor.recurrent.gated_delta import GRID, DeltaInputs, DeltaMemory, delta_rule
+from inflight.executor.recurrent.gated_delta import DeltaInputs, DeltaMemory, delta_rule
 from inflight.executor.recurrent.mixer import MixerShape, MixerWeights, StateSizes, StateStep
 from inflight.executor.recurrent.short_conv import convolve
 
@@ -26,7 +27,7 @@ from inflight.executor.recurrent.short_conv import convolve
 class Mamba2(nn.Module):
     """`Mixer` with the weights of a layer of Mamba 2 of transformers."""
 
-    grid_tokens = GRID
+    grid_tokens = DELTA_GRID
 
     def __init__(self, source: Any) -> None:
         super().__init__()

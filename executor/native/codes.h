@@ -208,14 +208,16 @@ constexpr int ORDER_OF_BYTES[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
 // Rounds COUNT numbers, their largest to 127, for codes of some bits. With a number that is not finite the scale is not
 // a number.
-template <int COUNT>
-inline void round_numbers(const float* from, int64_t bits, int64_t code_of_zero, Rounded& to) {
+template <class Element, int COUNT>
+ALWAYS_INLINE void round_numbers(const typename Element::Number* from, int64_t bits, int64_t code_of_zero,
+                                 Rounded& to) {
     [[maybe_unused]] typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
-    Floats x[COUNT / WIDTH];
+    Floats x[COUNT / WIDTH], total = {};
     Ints largest = {}, sums = {};
 #pragma GCC unroll 8
     for (int v = 0; v < COUNT / WIDTH; ++v) {
-        x[v] = load(from + v * WIDTH);
+        x[v] = Element::load_floats(from + v * WIDTH);
+        total += x[v];
         largest = magnitudes(x[v]) > largest ? magnitudes(x[v]) : largest;
     }
     const float magnitude = as_float((uint32_t)largest_of(largest));
@@ -225,21 +227,26 @@ inline void round_numbers(const float* from, int64_t bits, int64_t code_of_zero,
         const Ints integers = (Ints)(x[v] * factor + TO_INTEGER) - (Ints)all(TO_INTEGER);
         sums += integers;
 #if defined(__AVX512F__)
-        _mm_storeu_si128((__m128i*)(to.numbers + v * WIDTH), _mm512_cvtepi32_epi8((__m512i)integers));
+        const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);  // ORDER_OF_BYTES
+        const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)integers);
+        _mm_storeu_si128((__m128i*)(to.numbers + v * WIDTH), bits == 4 ? _mm_shuffle_epi8(bytes, order) : bytes);
 #else
         const Bytes bytes = __builtin_convertvector(integers, Bytes);
         std::memcpy(to.numbers + v * WIDTH, &bytes, sizeof bytes);
 #endif
     }
+#if !defined(__AVX512F__)
     if (bits == 4)
         for (int i = 0; i < COUNT; i += LANES) {
             int8_t ordered[LANES];
             for (int k = 0; k < LANES; ++k) ordered[k] = to.numbers[i + k / 8 * 8 + ORDER_OF_BYTES[k % 8]];
             std::memcpy(to.numbers + i, ordered, LANES);
         }
+#endif
     to.scale = magnitude < INFINITY ? magnitude / LARGEST_INT8 : NAN;
     // Unsigned, as a sum of what was not finite may be any number.
     to.offset = (int32_t)(0u - (uint32_t)code_of_zero * (uint32_t)sum_of(sums));
+    to.sum = sum_of(total);
 }
 
 // Rows as the parts of a matrix read them, for as many rows as were reserved. Products use the memory in turn.
@@ -307,22 +314,19 @@ class ViewedRows {
   private:
     static void round(const RowView& view, const typename Element::Number* numbers, Rounded* to) {
         const int64_t size = rounded_size(view.group_size);
-        for (const Rounded* const end = to + view.num_rounded(); to < end; ++to, numbers += size) {
-            alignas(64) float some[Rounded::MOST];
-            for (int64_t i = 0; i < size; ++i) some[i] = Element::get(numbers[i]);
-            const auto round = size == Rounded::MOST ? round_numbers<Rounded::MOST> : round_numbers<Rounded::MOST / 2>;
-            round(some, view.rounded_for_bits, view.code_of_zero, *to);
-            to->sum = sum(numbers, size);
-        }
+        const Rounded* const end = to + view.num_rounded();
+        if (size == Rounded::MOST)
+            for (; to < end; ++to, numbers += Rounded::MOST)
+                round_numbers<Element, Rounded::MOST>(numbers, view.rounded_for_bits, view.code_of_zero, *to);
+        else
+            for (; to < end; ++to, numbers += Rounded::MOST / 2)
+                round_numbers<Element, Rounded::MOST / 2>(numbers, view.rounded_for_bits, view.code_of_zero, *to);
     }
 
     static float sum(const typename Element::Number* numbers, int64_t count) {
-        float sums[LANES] = {};
-        for (int64_t i = 0; i < count; i += LANES)
-            for (int lane = 0; lane < LANES; ++lane) sums[lane] += Element::get(numbers[i + lane]);
-        float sum = 0;
-        for (const float some : sums) sum += some;
-        return sum;
+        Floats sums = {};
+        for (int64_t i = 0; i < count; i += WIDTH) sums += Element::load_floats(numbers + i);
+        return sum_of(sums);
     }
 
     void place(Cursor& cursor, const Size& size) {
@@ -344,10 +348,11 @@ class ViewedRows {
     std::vector<RoundedRows> rounded_;
 };
 
-// Rows that are multiplied at once: fewer than of plain weights, which was faster.
-constexpr int CODED_ROWS = REGISTER_ROWS * 2 / 3;
+// Rows that are multiplied at once: fewer than of plain weights, so that the sums of a group and those of all groups fit
+// the registers. A store takes as long as two products.
+constexpr int CODED_ROWS = REGISTER_ROWS / 2;
 
-constexpr int ROUNDED_ROWS = REGISTER_ROWS;
+constexpr int ROUNDED_ROWS = REGISTER_ROWS * 2 / 3;
 
 // Makes Elements of the packed codes of BITS bits.
 template <class Element, int BITS>
@@ -438,6 +443,11 @@ void multiply_codes(const CodeFormat& format, const char* block, const char* nex
         column_of[v] = (pass * PASS_VECTORS + v) * WIDTH;
         factors[v] = load(reinterpret_cast<const float*>(block) + column_of[v]);
     }
+    Floats out[ROWS][PASS_VECTORS];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < PASS_VECTORS; ++v) out[r][v] = sums[r][pass * PASS_VECTORS + v];
     const Number* numbers = rows.numbers;
     const int64_t stride = rows.stride;
     for (int64_t group = 0; group < format.num_groups; ++group, numbers += format.group_size) {
@@ -479,12 +489,13 @@ void multiply_codes(const CodeFormat& format, const char* block, const char* nex
                     sum[r][v] = fused_add(sum[r][v], shift, all(row_sums[r * format.num_groups + group]));
             }
 #pragma GCC unroll 12
-            for (int r = 0; r < ROWS; ++r) {
-                Floats& out = sums[r][pass * PASS_VECTORS + v];
-                out = fused_add(out, scale, sum[r][v]);
-            }
+            for (int r = 0; r < ROWS; ++r) out[r][v] = fused_add(out[r][v], scale, sum[r][v]);
         }
     }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+        for (int v = 0; v < PASS_VECTORS; ++v) sums[r][pass * PASS_VECTORS + v] = out[r][v];
 }
 
 // Calls `multiply_codes` with the number of rows as a constant.
@@ -551,14 +562,15 @@ void multiply_rounded(const CodeFormat& format, const char* block, const char* n
             }
 #pragma GCC unroll 2
             for (int v = 0; v < PASS_VECTORS; ++v) {
-                const Floats scale = load_scales(format, scales, column_of[v]) * factors[v];
+                const Floats scale = load_scales(format, scales, column_of[v]);
                 Floats shift = {};
-                if (HAS_SHIFTS) shift = load_scales(format, scales + format.scale_bytes(), column_of[v]) * scale;
+                if (HAS_SHIFTS) shift = load_scales(format, scales + format.scale_bytes(), column_of[v]);
 #pragma GCC unroll 12
                 for (int r = 0; r < ROWS; ++r) {
                     const Rounded& of_row = left[r * stride];
-                    if (HAS_SHIFTS) out[r][v] = fused_add(out[r][v], shift, all(of_row.sum));
-                    out[r][v] = add_scaled(out[r][v], sum[r][v], scale, of_row.scale);
+                    Floats products = as_floats(sum[r][v]) * of_row.scale;
+                    if (HAS_SHIFTS) products = fused_add(products, shift, all(of_row.sum));
+                    out[r][v] = fused_add(out[r][v], scale, products);
                 }
             }
         }
@@ -566,7 +578,7 @@ void multiply_rounded(const CodeFormat& format, const char* block, const char* n
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
-        for (int v = 0; v < PASS_VECTORS; ++v) sums[r][pass * PASS_VECTORS + v] = out[r][v];
+        for (int v = 0; v < PASS_VECTORS; ++v) sums[r][pass * PASS_VECTORS + v] = out[r][v] * factors[v];
 }
 
 // Calls `multiply_rounded` with the number of rows as a constant.
@@ -683,12 +695,11 @@ template <int MOST_ROWS, class Multiply>
 void multiply_by_turns(const char* next, int num_rows, float* out, int64_t out_stride, const Multiply& multiply) {
     Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
     const int num_turns = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
-    const int rows_at_once = (num_rows + num_turns - 1) / num_turns;
     for (int pass = 0; pass < NUM_PASSES; ++pass)
-        for (int row = 0; row < num_rows; row += rows_at_once) {
-            const int count = std::min(rows_at_once, num_rows - row);
-            const bool is_last = pass == NUM_PASSES - 1 && row + count == num_rows;
-            multiply(count, is_last ? next : nullptr, pass, row, sums + row);
+        for (int turn = 0, row = 0, end; turn < num_turns; ++turn, row = end) {
+            end = (turn + 1) * num_rows / num_turns;
+            const bool is_last = pass == NUM_PASSES - 1 && end == num_rows;
+            multiply(end - row, is_last ? next : nullptr, pass, row, sums + row);
         }
     for (int row = 0; row < num_rows; ++row)
         for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);

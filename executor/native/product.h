@@ -166,8 +166,7 @@ class Product {
     // one of many: it waits for its own sums, and for the blocks that the last tile prefetches.
     int64_t rows_of_part(int64_t num_rows, int64_t count) const {
         if (num_rows <= 0) return 1;
-        const bool has_parts = matrix_.mixed == nullptr || HAS_TILES<Element>;
-        return round_up((num_rows + count - 1) / count, has_parts ? PART_ROWS<Element> : CODED_ROWS);
+        return round_up((num_rows + count - 1) / count, PART_ROWS<Element>);
     }
 
     int64_t column_of(int64_t task) const { return task / tasks_of_column_ % num_columns_; }

@@ -112,6 +112,7 @@ struct Float32 {
         put(to + WIDTH, second);
     }
     static ALWAYS_INLINE float get(Number number) { return number; }
+    static ALWAYS_INLINE Floats load_floats(const Number* from) { return load(from); }
 };
 
 struct BFloat16 {
@@ -149,6 +150,12 @@ struct BFloat16 {
 #endif
     }
     static ALWAYS_INLINE float get(Number number) { return as_float((uint32_t)number << 16); }
+    static ALWAYS_INLINE Floats load_floats(const Number* from) {
+        typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
+        Halves halves;
+        std::memcpy(&halves, from, sizeof halves);
+        return (Floats)(__builtin_convertvector(halves, Words) << 16);
+    }
 };
 
 // Integers of 16 bits, which are multiplied with int8. Their sums are exact, so they have no order.

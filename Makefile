@@ -45,7 +45,7 @@ GPU_ENVIRONMENT := PYTHONPATH=. TRITON_INTERPRET=0
 # Each worker takes whole files, in the order of the folders: what takes longest comes before tests/unit.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup clients demo up test test-all bfcl mutations test-gpu test-vllm lint format protos sync-client chaos answers soak bench bench-peers bench-admission bench-tokens bench-overload bench-gpu gpu-session bench-quality audit locks sbom test-images clean pictures docs docs-links docs-reference loadgen evaluator
+.PHONY: help setup clients demo up test test-all bfcl mutations test-gpu test-vllm lint format protos sync-client chaos answers soak bench bench-peers bench-admission bench-tokens bench-overload bench-batch bench-gpu gpu-session bench-quality audit locks sbom test-images clean pictures docs docs-links docs-reference loadgen evaluator
 
 help:
 	@echo "make setup   install everything into .venv"
@@ -70,7 +70,7 @@ help:
 	@echo "Benchmarks:"
 	@echo "  bench       in-flight against static batching; ARGS=\"--workload mixed …\""
 	@echo "  bench-peers install vLLM and llama.cpp into .peers, to compare with"
-	@echo "  bench-quality, bench-admission, bench-tokens, bench-overload, bench-gpu, gpu-session"
+	@echo "  bench-quality, bench-admission, bench-tokens, bench-overload, bench-batch, bench-gpu, gpu-session"
 	@echo "Others:"
 	@echo "  docs-links  whether external links work;  audit  known vulnerabilities;  clean  remove .venv and what was generated"
 	@echo "CONTRIBUTING.md describes each of them."
@@ -232,6 +232,9 @@ bench-tokens: setup
 
 bench-overload: setup
 	@$(BIN)/python -m inflight.bench.overload.main $(ARGS)
+
+bench-batch: setup
+	@$(BIN)/python -m inflight.bench.batches.main $(ARGS)
 
 bench-gpu: $(GPU_SETUP)
 	@$(GPU_ENVIRONMENT) $(GPU_PYTHON) -m inflight.bench.gpu.main $(ARGS)

@@ -84,8 +84,12 @@ async def test_background_response_outlives_its_client_gateway_and_executor(tmp_
         kill(stack.gateways[0])
         more = await clients[1].responses.retrieve(response_id, stream=True, starting_after=events[-1].sequence_number)
         events += await events_until_text(more, brake, 8)
-        (busy,) = {one.executor_id for one in (await routers.capacity(model=NAME)).executors if one.seats_used}
-        kill(next(executor for executor in stack.executors if executor.name == busy))
+        busy: list[str] = []
+        async with asyncio.timeout(PATIENCE_S):
+            while not busy:  # routers know the seats by the newest report
+                executors = (await routers.capacity(model=NAME)).executors
+                busy = [one.executor_id for one in executors if one.seats_used]
+        kill(next(executor for executor in stack.executors if executor.name == busy[0]))
         brake.release()
         # Then the other gateway goes on with the other executor, and every event comes once
         async with asyncio.timeout(PATIENCE_S):

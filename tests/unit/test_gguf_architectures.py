@@ -153,7 +153,7 @@ def test_parameters_are_those_that_were_converted(name: str, kinds: str, tmp_pat
         assert ours.get(field) == theirs.get(field), field
 
 
-@pytest.mark.parametrize(("name", "kinds"), slow_unless(QUICK[1:], [*ALL, MXFP4]))
+@pytest.mark.parametrize(("name", "kinds"), slow_unless([MXFP4], [*ALL, MXFP4]))
 def test_logits_and_tokens_are_those_of_the_dequantized_model(name: str, kinds: str, tmp_path: Path) -> None:
     path, dense = save(tmp_path, name, kinds)
     network: Any = AutoModelForCausalLM.from_pretrained(str(dense), dtype=torch.float32, attn_implementation="eager")

@@ -177,6 +177,7 @@ def ledger_report(link: ExecutorLink, report: executor_pb2.Report) -> ExecutorRe
         step_ms=report.step_ms,
         prefill_tokens_per_s=report.prefill_tokens_per_s,
         output_tokens_per_s=_output_tokens_per_s(report),
+        num_standby=report.num_waiting,
         seats=link.description.max_num_sequences,
         ends_at_reservation=_ends_at_reservation(link.description),
         num_adapter_slots=link.description.num_adapter_slots,

@@ -196,6 +196,7 @@ REPORT = Arguments[ExecutorReport, LedgerSettings](
         "step_ms": lambda report, _: report.step_ms,
         "prefill_tokens_per_s": lambda report, _: report.prefill_tokens_per_s,
         "output_tokens_per_s": lambda report, _: report.output_tokens_per_s,
+        "num_standby": lambda report, _: report.num_standby,
         "age_ms": lambda report, _: report.age_ms,
         "num_adapter_slots": lambda report, _: report.num_adapter_slots,
     },

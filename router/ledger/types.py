@@ -236,6 +236,8 @@ class ExecutorReport:
     step_ms: float = 0.0
     prefill_tokens_per_s: float = 0.0
     output_tokens_per_s: float = 0.0
+    num_standby: int = 0
+    """Its sequences that wait for a seat."""
     seats: int | None = None
     ends_at_reservation: bool = False
     age_ms: int = 0

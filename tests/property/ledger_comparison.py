@@ -146,6 +146,7 @@ def _compare_state(records: Records, pool: Pool) -> None:
     ]
     assert (state["moving_ms"], state["moved_tokens"]) == (_near(estimates.moving_ms), _near(estimates.moved_tokens))
     assert (state["prefill_speed"] or None) == _near(estimates.prefill_speed)
+    assert state["standby"] == pytest.approx(estimates.standby)
     assert (state["output_speed"] or None) == _near(estimates.output_speed)
     assert (state["num_estimates"], state["correction"], state["error"]) == (
         estimates.num_estimates,

@@ -26,6 +26,7 @@ class Estimates:
     step_ms: float | None = None
     prefill_speed: float | None = None
     output_speed: float | None = None
+    standby: float = 0.0
     num_outputs: int = 0
 
     def reported_speed(self, prompt: int, reserved: int, share: float, num_executors: int) -> float | None:
@@ -52,6 +53,7 @@ class Estimates:
         self.prefill_speed = _smoothed(self.prefill_speed, report.prefill_tokens_per_s / 1000, 0.05)
         if is_any_waiting:
             self.output_speed = _smoothed(self.output_speed, report.output_tokens_per_s / 1000, 0.3)
+            self.standby += 0.3 * (report.num_standby - self.standby)
 
     def observe_placement(self, now_ms: int, tokens: int) -> None:
         """Records that a waiting request was placed."""

@@ -209,6 +209,16 @@ class Pool:
 
     def estimated_wait_ms(self, name: str) -> int | None:
         """Until it is placed."""
+        each_ms = self.ms_each(name)
+        correction = self.tenants[self.requests[name].demand.tenant].correction
+        return None if each_ms is None else ceil((self.num_ahead(name) + 1) * each_ms * correction)
+
+    def standby_ms(self, name: str) -> float:
+        """From its placement to its seat."""
+        return self.estimates.standby * len(self.executors) * (self.ms_each(name) or 0)
+
+    def ms_each(self, name: str) -> float | None:
+        """From one placement to the next."""
         waiting, request = self.waiting(), self.requests[name]
         tenant, prompt, reserved = (
             self.tenants[request.demand.tenant],
@@ -219,8 +229,7 @@ class Pool:
         speed = estimates.speed(estimates.reported_speed(prompt, reserved, tenant.output_share, num_executors))
         if speed is None or not waiting:
             return None
-        tokens = self.tokens_waiting(waiting) / len(waiting)
-        return ceil((self.num_ahead(name) + 1) * tokens / speed * tenant.correction)
+        return self.tokens_waiting(waiting) / len(waiting) / speed
 
     def prefill_ms(self, request: Request) -> float:
         """From its seat to its first token."""

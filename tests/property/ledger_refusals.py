@@ -41,7 +41,8 @@ def refusal_of_waiting(pool: Pool, request: Request) -> Refused | None:
     if limit:
         return Refused(Reason.QUEUE_FULL, limit, None if wait_ms is None else _retry_after_ms(wait_ms / 4))
     if demand.deadline_ms is not None:
-        late_ms = (wait_ms or 0) * MARGIN + pool.prefill_ms(request) - demand.deadline_ms
+        seat_ms = (wait_ms or 0) + pool.standby_ms(demand.request_id)
+        late_ms = seat_ms * MARGIN + pool.prefill_ms(request) - demand.deadline_ms
         if late_ms > 0:
             return Refused(Reason.DEADLINE_UNMEETABLE, "first token deadline", _retry_after_ms(late_ms))
     return None

@@ -335,6 +335,7 @@ class StoreMachine(RuleBasedStateMachine):
                 step_ms=20,
                 prefill_tokens_per_s=1000,
                 output_tokens_per_s=100,
+                num_standby=seq % 3,
                 ends_at_reservation=seq % 4 > 0,
                 **served_adapters(seq % 5 + ord(executor_id)),
             ),

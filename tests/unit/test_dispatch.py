@@ -533,7 +533,8 @@ def test_report_reaches_the_ledger_with_what_it_reserves_and_how_fast_it_is() ->
     batch = {"step_ms": 50, "num_running": 4}
     assert ledger_report(link, executor_pb2.Report(**batch)).output_tokens_per_s == 80
     assert ledger_report(link, executor_pb2.Report(output_tokens_per_s=120, **batch)).output_tokens_per_s == 120
-    assert ledger_report(link, executor_pb2.Report(num_running=4)).output_tokens_per_s == 0
+    assert ledger_report(link, executor_pb2.Report(num_running=4, num_waiting=3)).output_tokens_per_s == 0
+    assert ledger_report(link, executor_pb2.Report(num_waiting=3)).num_standby == 3
 
 
 async def test_client_reads_of_line_pause_and_move_in_order() -> None:

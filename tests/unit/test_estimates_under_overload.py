@@ -49,6 +49,7 @@ class Load:
     pool: StorePool
     num_seats: int
     num_standby: int = 1
+    began_ms: int = 0
     asked: dict[str, Asked] = field(default_factory=dict)
     placed: dict[str, Placement] = field(default_factory=dict)
     standby: list[str] = field(default_factory=list)
@@ -70,6 +71,7 @@ class Load:
         """Sends the requests at their times, and returns when all have ended."""
         coming = sorted(requests, key=lambda one: one.at_ms, reverse=True)
         began_ms, report_ms = self.pool.now_ms, 0
+        self.began_ms = began_ms
         while coming or self.placed or self.count("waiting"):
             next_ms = min(
                 [report_ms, *(one.at_ms for one in coming[-1:]), *(at_ms - began_ms for at_ms, _ in self.ends[:1])]
@@ -120,6 +122,7 @@ class Load:
             step_ms=STEP_MS if held else 0.0,
             prefill_tokens_per_s=1000 * PROMPT / PREFILL_MS if held else 0.0,
             output_tokens_per_s=1000 * len(self.ends) / STEP_MS,
+            num_standby=len(self.standby),
         )
         await self.router.store.report(report)
 
@@ -144,7 +147,8 @@ class Load:
     def _board(self, name: str) -> None:
         one = self.asked[name]
         heapq.heappush(self.ends, (self.pool.now_ms + one.busy_ms, name))
-        self.outcomes[one.tenant, "early"] += 1
+        first_token_ms = self.pool.now_ms + PREFILL_MS - self.began_ms
+        self.outcomes[one.tenant, "early" if first_token_ms <= one.at_ms + FIRST_TOKEN_MS else "late"] += 1
 
 
 def arrivals(tenant: str, per_s: float, seconds: float, seed: int) -> list[Asked]:
@@ -156,13 +160,13 @@ def arrivals(tenant: str, per_s: float, seconds: float, seed: int) -> list[Asked
     return found
 
 
-@pytest.mark.parametrize("num_seats", [8, 16])
+@pytest.mark.parametrize(("num_seats", "num_standby"), [(8, 1), (8, 8), (16, 1)])
 async def test_flood_is_refused_at_once_and_those_accepted_get_their_first_token_in_time(
-    store_pool: StorePool, num_seats: int
+    store_pool: StorePool, num_seats: int, num_standby: int
 ) -> None:
     # Given an executor that was busy before, without a queue: the queue's speed is unknown
-    load, seconds = Load(store_pool, num_seats), 40.0
-    await load.router.store.report(store_pool.next_report(blocks=1000, sequences=num_seats + 1))
+    load, seconds = Load(store_pool, num_seats, num_standby), 40.0
+    await load.router.store.report(store_pool.next_report(blocks=1000, sequences=num_seats + num_standby))
     await load.run(Asked(f"before/{i}", "before", i, 50, 50) for i in range(num_seats))
     # When a tenant floods beside light ones, with three times what can be served
     capacity_per_s = load.per_s(sum(OUTPUTS) / 2)
@@ -173,7 +177,7 @@ async def test_flood_is_refused_at_once_and_those_accepted_get_their_first_token
     await load.run(requests)
     # Then few of the accepted are late, the seats were full, and no light tenant was refused
     accepted = len(requests) - load.count("refused")
-    assert load.count("late") <= 0.04 * accepted, load.outcomes
+    assert load.count("late") <= 0.09 * accepted, load.outcomes
     assert load.count("early") >= 0.95 * capacity_per_s * (seconds + FIRST_TOKEN_MS / 1000) - num_seats, load.outcomes
     refused = {tenant for (tenant, outcome), number in load.outcomes.items() if number and outcome != "early"}
     assert refused <= {FLOODING}, load.outcomes

@@ -124,12 +124,13 @@ local function smoothed(old, new, weight)
   return new <= 0 and old or old > 0 and old + weight * (new - old) or new
 end
 
--- Output counts while requests wait: then executors are as full as they get.
+-- Output and standby count while requests wait: then executors are as full as they get.
 local function observe_speeds()
   state.step_ms = smoothed(state.step_ms, report.step_ms, 0.05)
   state.prefill_speed = smoothed(state.prefill_speed, report.prefill_tokens_per_s / 1000, 0.05)
   if state.waiting > 0 then
     state.output_speed = smoothed(state.output_speed, report.output_tokens_per_s / 1000, 0.3)
+    state.standby = state.standby + 0.3 * (report.num_standby - state.standby)
   end
 end
 

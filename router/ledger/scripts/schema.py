@@ -17,7 +17,7 @@ RECORDS: Mapping[str, Sequence[str]] = {
         "state": """
             arrivals floor waiting waiting_by_class[3] tokens[3] bytes max_bypass age_ms preempts?
             overcommits? num_estimates error correction moving_ms moved_tokens moved_at prefill_speed
-            output_speed step_ms output_share num_outputs next_age_ms num_prefixes has_old_prefixes? unboarded?
+            output_speed standby step_ms output_share num_outputs next_age_ms num_prefixes has_old_prefixes? unboarded?
             remember_ms tenant_cursor$ sweep_cursor$ claims$ now_ms ahead_ms tolerated_ttft_ms version
         """,
         "executor": """

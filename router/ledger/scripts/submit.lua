@@ -151,7 +151,8 @@ local function refusal_of_waiting(request, tenant, wait_ms)
   if limit then
     return {'REFUSED', 'QUEUE_FULL', limit, wait_ms and math.max(100, math.min(60000, math.ceil(wait_ms / 4))) or ''}
   end
-  local late_ms = (wait_ms or 0) * estimates.MARGIN + estimates.prefill_ms(request) - asked.deadline_in_ms
+  local seat_ms = (wait_ms or 0) + estimates.standby_ms(request)
+  local late_ms = seat_ms * estimates.MARGIN + estimates.prefill_ms(request) - asked.deadline_in_ms
   if late_ms > 0 and asked.deadline_in_ms < math.huge then
     return {'REFUSED', 'DEADLINE_UNMEETABLE', 'first token deadline', math.ceil(math.max(100, math.min(60000, late_ms)))}
   end

@@ -112,6 +112,7 @@ class StorePool:
         step_ms: float = 0.0,
         prefill_tokens_per_s: float = 0.0,
         output_tokens_per_s: float = 0.0,
+        num_standby: int = 0,
     ) -> ExecutorReport:
         """A report newer than every one before."""
         self.num_reports += 1
@@ -128,6 +129,7 @@ class StorePool:
             step_ms,
             prefill_tokens_per_s,
             output_tokens_per_s,
+            num_standby,
         )
 
     async def remember(self) -> None:

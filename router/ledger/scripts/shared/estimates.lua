@@ -50,14 +50,21 @@ local function speed(request)
   return state.moving_ms >= LEAST_MS and state.moved_tokens > 0 and state.moved_tokens / state.moving_ms or nil
 end
 
+-- Milliseconds from one placement to the next; nil if nothing was measured.
+local function ms_each(request)
+  local tokens_per_ms = state.waiting > 0 and speed(request)
+  return tokens_per_ms and (state.tokens[1] + state.tokens[2] + state.tokens[3]) / state.waiting / tokens_per_ms or nil
+end
+
 -- Milliseconds until the request is placed, with so many ahead of it; nil if nothing was measured.
 function estimates.estimated_wait(request, ahead)
-  local tokens_per_ms = state.waiting > 0 and speed(request)
-  if not tokens_per_ms then
-    return nil
-  end
-  local tokens = state.tokens[1] + state.tokens[2] + state.tokens[3]
-  return math.ceil((ahead + 1) * tokens / state.waiting / tokens_per_ms * load_tenant(request.tenant).correction)
+  local ms = ms_each(request)
+  return ms and math.ceil((ahead + 1) * ms * load_tenant(request.tenant).correction)
+end
+
+-- Milliseconds until a placed request has a seat: executors have placed ones before it.
+function estimates.standby_ms(request)
+  return state.standby * redis.call('ZCARD', SIZES) * (ms_each(request) or 0)
 end
 
 -- Milliseconds from placement to first token; 0 if nothing was measured.

@@ -288,7 +288,7 @@ local function load_state()
   state = kept.state or kept.text and unpack_state(kept.text) or {
     arrivals = 0, floor = 0, waiting = 0, waiting_by_class = {0, 0, 0}, tokens = {0, 0, 0}, bytes = 0, max_bypass = 16,
     age_ms = 30000, preempts = false, overcommits = false, num_estimates = 0, error = 0, correction = 1,
-    moving_ms = 0, moved_tokens = 0, moved_at = 0, prefill_speed = 0, output_speed = 0, step_ms = 0,
+    moving_ms = 0, moved_tokens = 0, moved_at = 0, prefill_speed = 0, output_speed = 0, standby = 0, step_ms = 0,
     next_age_ms = math.huge, num_prefixes = 0, output_share = 1, num_outputs = 0, has_old_prefixes = false, unboarded = false, remember_ms = 75000, tenant_cursor = '0',
     sweep_cursor = '0', claims = '', now_ms = 0, ahead_ms = 0, tolerated_ttft_ms = 2000, version = 0,
   }

@@ -42,8 +42,9 @@ class GpuForward(Forward):
 
     @property
     def adapters(self) -> AdapterMemory | None:
-        # Slots would have matrices of the size of an expert.
-        return None if self.routes_by_itself else AdapterMemory.of(self.decoder)
+        # Slots would have matrices of the size of an expert, and have none for the gates of queries.
+        has_slots = not self.routes_by_itself and not self.decoder.shape.has_output_gate
+        return AdapterMemory.of(self.decoder) if has_slots else None
 
     @property
     def routes_by_itself(self) -> bool:

@@ -22,8 +22,7 @@ class NativeForward(Forward):
 
     @property
     def adapters(self) -> AdapterMemory | None:
-        has_slots = self.decoder.states is None and not self.decoder.shape.dense_size
-        return AdapterMemory.of(self.decoder) if has_slots else None
+        return None if self.decoder.shape.dense_size else AdapterMemory.of(self.decoder)
 
     @property
     def states(self) -> StateMemory | None:

@@ -17,9 +17,13 @@ from transformers import AutoModelForCausalLM, Lfm2Config, PretrainedConfig, Qwe
 
 from inflight.common.kv_size import num_slots
 from inflight.common.model_source import resolve_model
+from inflight.common.settings import SettingError
+from inflight.executor.adapters.peft_files import parse, read_files
+from inflight.executor.adapters.weights import AdapterLimits
 from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.graphs import Bucket, Capture
 from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.loader import load_executor
 from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.recurrent.gpu_mixer import GpuMixer
@@ -29,6 +33,7 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.limits import Overcommit, SchedulerLimits, SchedulerPolicy, StateLimits
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import PlanRow, Sequence, StepPlan
+from inflight.executor.settings import ExecutorSettings
 from inflight.executor.step.batch import pack
 from tests.kernels.pins import compile_for, faults
 from tests.kernels.test_gpu_graphs import Captured
@@ -50,6 +55,8 @@ from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, s
 from tests.support.device.greedy import assert_greedy
 from tests.support.scheduler.drafting import CHEAP, GuessingProposer, eager
 from tests.support.scheduler.scheduling import run_overlapped
+from tests.unit.test_adapter_logits import CONFIGS as ADAPTERS
+from tests.unit.test_adapter_logits import peft_adapter
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, NUM_CHECKPOINTS = 40, 4
@@ -122,15 +129,19 @@ def load(folder: Path, device_name: str = "cpu", dtype_name: str = "float32") ->
     return load_model(source, dtype_name=dtype_name, backend_name="triton", device_name=device_name)
 
 
-def check_logits(folder: Path, model: PagedModel, length: int, chunks: tuple[int, ...]) -> None:
-    """Asserts that logits of all positions are those of transformers, in float32."""
-    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def check_logits(
+    folder: Path, model: PagedModel, length: int, chunks: tuple[int, ...], merged: Any = None, slot: int | None = None
+) -> None:
+    """Asserts that logits of all positions are those of transformers, in float32. With the adapter in `slot` they are
+    those of the `merged` model."""
+    network: Any = merged or AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert isinstance(model.forward, GpuForward)
     assert model.forward.states is not None
     model.forward.states.reserve(StateSizes(2, 0, MAX_DRAFTS))
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     sequence = sequence_of("r", TOKENS[:length], 1)
     sequence.state_slot, sequence.block_table = 1, list(range(1, 1 + -(-length // BLOCK_SIZE)))
+    sequence.adapter_slot = slot
     logits, start = [], 0
     for chunk in chunks:
         batch = pack(StepPlan.of([PlanRow(sequence, start, chunk, samples=True)]), BLOCK_SIZE)
@@ -236,6 +247,27 @@ def test_bits_do_not_depend_on_the_steps(name: str) -> None:
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     folder = save_model(FAMILY[name], tmp_path / name, has_random_vectors=True)
     check_logits(folder, load(folder), 67, (3, 1, 59, 1, 3))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_logits_with_an_adapter_are_those_of_the_merged_model(tmp_path: Path) -> None:
+    folder, adapter = save_model(FAMILY["lfm2"], tmp_path / "lfm2", has_random_vectors=True), tmp_path / "adapter"
+    merged, model = peft_adapter(folder, adapter, ADAPTERS["hybrid"]), load(folder)
+    assert isinstance(model.forward, GpuForward)
+    decoder = model.forward.decoder
+    decoder.reserve_adapters(2, 16)
+    decoder.load_adapter(1, parse(read_files(adapter), AdapterLimits(decoder.shape, 16)))
+    check_logits(folder, model, 35, (3, 1, 30, 1), merged, 1)
+    check_logits(folder, model, 5, (4, 1))
+
+
+def test_adapters_beside_gates_of_attention_are_refused(tmp_path: Path) -> None:
+    folder = save_model(FAMILY["qwen3_5"], tmp_path / "model")
+    settings = ExecutorSettings(
+        model=str(folder), device="cpu", dtype="float32", attention_backend="triton", adapter_folder=tmp_path
+    )
+    with pytest.raises(SettingError, match="adapters of models whose attention has gates need a CPU"):
+        load_executor(settings)
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Lfm2Config, PretrainedConfig, Qwe
 
 from inflight.common.kv_size import num_slots
 from inflight.common.model_source import resolve_model
+from inflight.executor.adapters.weights import AdapterLimits
 from inflight.executor.forward.forward import StateMemory
 from inflight.executor.forward.hybrid import HybridForward
 from inflight.executor.forward.native import NativeForward
@@ -38,6 +39,7 @@ from inflight.executor.scheduler.sequence import (
 )
 from inflight.executor.speculation.choice import choose_proposer
 from inflight.executor.step.batch import pack
+from tests.property.test_shards import random_adapter
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.torch_threads import torch_threads
 from tests.support.examples import examples
@@ -46,7 +48,7 @@ from tests.support.scheduler.drafting import CHEAP, EagerBudget
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
 
-BLOCK_SIZE, CONTEXT_LENGTH, MAX_DRAFTS, NUM_BLOCKS = 16, 256, 5, 160
+BLOCK_SIZE, CONTEXT_LENGTH, MAX_DRAFTS, NUM_BLOCKS, NUM_ADAPTERS = 16, 256, 5, 160, 2
 CONFIGS: dict[str, PretrainedConfig] = {
     # Odd sizes: 5 heads of 12 on one KV head, four weights of a convolution, biases.
     "lfm2": Lfm2Config(
@@ -103,16 +105,21 @@ Output = tuple[list[int], list[TokenLogprobs | None]]
 
 
 class Request(NamedTuple):
-    """A prompt that begins with `num_shared` tokens that others begin with as well, and has some of its own."""
+    """A prompt that begins with `num_shared` tokens that others begin with as well, and has some of its own. `adapter`
+    is a slot, which models in C++ have."""
 
     num_shared: int
     num_own: int
     is_greedy: bool
+    adapter: int | None = None
 
     def sequence(self, name: str, num_tokens: int) -> Sequence:
         prompt = TOKENS[: self.num_shared] + TOKENS[200 : 200 + self.num_own]
         sampling = GREEDY if self.is_greedy else Sampling(0.9, 20, 0.9, self.num_own)
-        return sequence_of(name, prompt, num_tokens, sampling)
+        made = sequence_of(name, prompt, num_tokens, sampling)
+        if self.adapter is not None:
+            made.adapter_slot, made.adapter_hash = self.adapter, bytes([self.adapter]) * 32
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +161,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         model = load_model(resolve_model(str(folder)), dtype_name="float32", device_name="cpu")
         assert isinstance(model.forward, NativeForward if name in NATIVE else HybridForward)
         model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+        if isinstance(model.forward, NativeForward):
+            decoder = model.forward.decoder
+            decoder.reserve_adapters(NUM_ADAPTERS, 8)
+            for slot in range(NUM_ADAPTERS):
+                decoder.load_adapter(slot, random_adapter(AdapterLimits(decoder.shape, 8), 3 + slot, slot))
         yield Case(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), {})
 
 
@@ -239,6 +251,7 @@ REQUESTS = st.builds(
     st.sampled_from((0, 16, 17, 48, 63, 64, 65, 128, 150)),
     st.sampled_from((1, 17, 30)),
     st.booleans(),
+    st.sampled_from((None, *range(NUM_ADAPTERS))),
 )
 MOST_TOKENS = 24
 # They come one after the other. Each request asks for some tokens.
@@ -267,7 +280,10 @@ def test_a_request_gets_the_same_tokens_however_it_is_computed(
     ahead: bool,
     num_blocks: int,
 ) -> None:
-    """Alone; in a batch, in any chunks, behind any prefix, with any number of seats, after preemption, with drafts."""
+    """Alone; in a batch, in any chunks, behind any prefix, with any number of seats, after preemption, with drafts,
+    among rows of other adapters."""
+    if not isinstance(case.model.forward, NativeForward):
+        crowds = [[(request._replace(adapter=None), num_tokens) for request, num_tokens in crowd] for crowd in crowds]
     expected = {
         f"{i}/{j}": case.alone(request, num_tokens)
         for i, crowd in enumerate(crowds)
@@ -295,3 +311,27 @@ def test_a_request_gets_the_same_tokens_however_it_is_computed(
             # The products of transformers' modules round by the rows of a batch.
             tolerance = 0.0 if isinstance(case.model.forward, NativeForward) else 1e-4
             assert ours.logprob == pytest.approx(theirs.logprob, rel=0.0, abs=tolerance)
+
+
+def test_a_state_of_one_adapter_is_never_used_with_another(case: Case) -> None:
+    if not isinstance(case.model.forward, NativeForward):
+        pytest.skip("only models in C++ have adapters")
+    # Given a prompt that the base and each adapter have computed, whose checkpoints are all kept
+    adapters = (None, *range(NUM_ADAPTERS))
+    requests = [Request(128, 17, is_greedy=True, adapter=adapter) for adapter in adapters]
+    expected = [case.alone(request, 8) for request in requests]
+    assert len({str(output) for output in expected}) == len(requests)
+
+    # When each comes twice, one after the other
+    names = [(f"{turn}/{number}", request) for turn in range(2) for number, request in enumerate(requests)]
+    crowds = [[request.sequence(name, 8)] for name, request in names]
+    limits = case.limits(60)
+    found = run(case, limits, crowds, NUM_BLOCKS)
+
+    # Then the second time of each finds its own prefix, and no other
+    for name, output in found.outputs.items():
+        assert output == expected[int(name[-1])]
+    assert limits.states is not None
+    grid, length = limits.states.grid_tokens, len(crowds[0][0].token_ids) - 8
+    num_cached = [sequence.num_cached_tokens for (sequence,) in crowds]
+    assert num_cached == [0] * len(requests) + [length // grid * grid] * len(requests)

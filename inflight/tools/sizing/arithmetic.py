@@ -205,7 +205,7 @@ def pool_of(
     free_bytes = max(0, machine.memory_bytes - weight_bytes - adapter_bytes - machine.working_bytes)
     budget = KvBudget(max_tokens_in_pool, free_bytes, machine.fraction)
     if shape.recurrent is not None:
-        pool = Pool(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, 0)
+        pool = Pool(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, 0, adapter_bytes=adapter_bytes)
         return _with_states(pool, shape, shape.recurrent, machine, dtype, budget, steps)
     num_blocks = num_kv_blocks(budget, tokens_per_block, bytes_per_block)
     host_bytes = machine.options.kv_cache_host_memory_bytes
@@ -237,9 +237,8 @@ def _with_states(
     steps: Steps | None,
 ) -> Pool:
     """Returns the pool beside the state of recurrent layers, for the seats of `steps` or those that are likely."""
-    for name in ("max_adapters", "kv_cache_host_memory_bytes"):
-        if getattr(machine.options, name):
-            raise SettingError(f"--{name.replace('_', '-')} does not go with a model with recurrent layers")
+    if machine.options.kv_cache_host_memory_bytes:
+        raise SettingError("--kv-cache-host-memory-bytes does not go with a model with recurrent layers")
     gpu_bytes = machine.memory_bytes if machine.is_gpu else 0
     input_bytes = recurrent.input_numbers * BYTES_PER_NUMBER[dtype]
     slot_bytes, checkpoint_bytes = recurrent.slot_bytes + input_bytes, recurrent.checkpoint_bytes + input_bytes
@@ -370,11 +369,19 @@ def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: i
     if machine.is_gpu:
         if shape.has_experts:
             raise SettingError("adapters of models with experts need a CPU: give --memory-gib")
+        if shape.sizes.has_gates:
+            raise SettingError("adapters of models whose attention has gates need a CPU: give --memory-gib")
         return options.max_adapters * gpu_adapter_slot_bytes(num_layers, shape.sizes, max_rank, BYTES_PER_NUMBER[dtype])
     kv = shape.kv_heads_of_rank(num_ranks) * shape.head_dim
     outputs = shape.sizes.of_rank(num_ranks, kv)
     slot_bytes = cpu_adapter_slot_bytes(
-        num_layers, shape.sizes, outputs, max_rank, dtype, has_experts=shape.has_experts
+        num_layers,
+        shape.sizes,
+        outputs,
+        max_rank,
+        dtype,
+        has_experts=shape.has_experts,
+        num_recurrent=num_layers - shape.num_kv_layers,
     )
     return options.max_adapters * slot_bytes
 

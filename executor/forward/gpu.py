@@ -55,7 +55,7 @@ class GpuForward(Forward):
         states = self.decoder.recurrent_states
         if states is None:
             return None
-        return StateMemory(states.slot_bytes, states.checkpoint_bytes, states.grid_tokens, states.reserve)
+        return StateMemory(states.slot_bytes, states.checkpoint_bytes, states.grid_tokens, states.reserve, states.slots)
 
     def free_device_bytes(self, sizes: StepSizes) -> int | None:
         return free_beside_steps(self.decoder, self.layout, sizes)

@@ -29,7 +29,7 @@ class NativeForward(Forward):
         states = self.decoder.states
         if states is None:
             return None
-        return StateMemory(states.slot_bytes, states.checkpoint_bytes, states.grid_tokens, states.reserve)
+        return StateMemory(states.slot_bytes, states.checkpoint_bytes, states.grid_tokens, states.reserve, states.slots)
 
     @property
     def routes_by_itself(self) -> bool:

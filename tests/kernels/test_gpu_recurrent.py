@@ -37,6 +37,7 @@ from inflight.executor.settings import ExecutorSettings
 from inflight.executor.step.batch import pack
 from tests.kernels.pins import compile_for, faults
 from tests.kernels.test_gpu_graphs import Captured
+from tests.kernels.test_gpu_network import Counted
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS
 from tests.property.test_hybrid_models import TOKENS, sequence_of
 from tests.property.test_native_hybrid import WITH_EXPERTS
@@ -187,9 +188,9 @@ def check_runner(folder: Path, model: PagedModel, capture_graphs: Capture | None
     runner.close()
 
 
-def check_drafts(model: PagedModel, capture_graphs: Capture | None, num_tokens: int) -> None:
+def check_drafts(model: PagedModel, capture_graphs: Capture | None, num_tokens: int, num_host_slots: int = 0) -> None:
     """Asserts that requests get with drafts, of which some are wrong, and with so few blocks that they are preempted,
-    the tokens that they get alone."""
+    the tokens that they get alone. With host slots their KV and states come back from host memory."""
     prompts = (TOKENS[:61], TOKENS[100:130], TOKENS[40:45])
     few = Overcommit(watermark=0.0, margin=0.0, max_steps_away=100_000)
     expected = []
@@ -205,6 +206,9 @@ def check_drafts(model: PagedModel, capture_graphs: Capture | None, num_tokens: 
         return (right + 1) % VOCABULARY_SIZE if len(ids) % 4 == 0 else right
 
     limits = limits_of(model, max_drafts=MAX_DRAFTS, policy=SchedulerPolicy.MAX_UTILIZATION, overcommit=few)
+    assert limits.states is not None
+    host = replace(limits.states, num_host_slots=num_host_slots)
+    limits = replace(limits, states=host, num_host_blocks=NUM_BLOCKS if num_host_slots else 0)
     drafting = eager(lambda: GuessingProposer(guess), checks_grammar=False)
     scheduler = Scheduler(limits, BlockPool(8, BLOCK_SIZE), drafting)
     drafted = [sequence_of(str(number), prompt, num_tokens) for number, prompt in enumerate(prompts)]
@@ -213,6 +217,7 @@ def check_drafts(model: PagedModel, capture_graphs: Capture | None, num_tokens: 
     run_requests(model, limits, drafted, scheduler, capture_graphs)
     assert [sequence.token_ids for sequence in drafted] == expected
     assert scheduler.num_preemptions > 0
+    assert (scheduler.num_recomputed_tokens == 0) == (num_host_slots > 0)
     assert 0 < scheduler.draft_counts.num_accepted < scheduler.draft_counts.num_verified
 
 
@@ -277,6 +282,33 @@ def test_logits_of_models_with_experts_are_those_of_transformers(tmp_path: Path,
     assert isinstance(load(folder).forward, GpuForward)
 
 
+# A layer has four products of torch's, two norms and the gate of the feed-forward layer; attention has one kernel that
+# writes KV and two that read it, a convolution one kernel and a gated delta net three. One norm, two products of
+# embedding and head, and the gates of Qwen3.5's attention.
+@pytest.mark.parametrize(("name", "num_operations", "num_kernels"), [("lfm2", 14, 15), ("qwen3_5", 12, 13)])
+def test_decodes_have_few_launches_whatever_their_number(
+    name: str, num_operations: int, num_kernels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(save_model(FAMILY[name], tmp_path / name))
+    assert isinstance(model.forward, GpuForward)
+    assert model.forward.states is not None
+    model.forward.states.reserve(StateSizes(3, 0, MAX_DRAFTS))
+    model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    for num_sequences in (1, 3):
+        rows = []
+        for slot in range(num_sequences):
+            sequence = sequence_of(str(slot), [5], 1)
+            sequence.state_slot, sequence.block_table = slot, [1 + slot]
+            rows.append(PlanRow(sequence, 0, 1, samples=True))
+        batch = pack(StepPlan.of(rows), BLOCK_SIZE)
+        states = model.forward.decoder.recurrent_states
+        assert states is not None
+        batch = replace(batch, state_rows=torch.from_numpy(states.follow(batch)))
+        with Counted(monkeypatch) as counted:
+            model.forward.decoder.forward(batch, model.kv)
+        assert (counted.num_operations, counted.num_kernels) == (num_operations, num_kernels)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(590)
 def test_compiled_kernels_keep_all_numbers_in_registers(tmp_path: Path) -> None:
@@ -300,4 +332,5 @@ def test_tokens_of_replayed_steps_are_those_of_transformers(tmp_path: Path, name
 @pytest.mark.parametrize("name", FAMILY)
 def test_tokens_do_not_depend_on_drafts_and_preemption(tmp_path: Path, name: str) -> None:
     folder = save_model(FAMILY[name], tmp_path / name, has_random_vectors=True)
-    check_drafts(load(folder), None, 12)
+    for num_host_slots in (0, 3):
+        check_drafts(load(folder), None, 12, num_host_slots)

@@ -144,13 +144,14 @@ class Case:
         assert self.model.forward.states is not None
         return self.model.forward.states
 
-    def limits(self, num_checkpoints: int, **changes: Any) -> SchedulerLimits:
+    def limits(self, num_checkpoints: int, num_host_slots: int = 0, **changes: Any) -> SchedulerLimits:
         """Makes room for the state, and returns the limits."""
-        limits = replace(LIMITS, **changes)
+        limits = replace(LIMITS, **changes, num_host_blocks=NUM_BLOCKS if num_host_slots else 0)
         slots = num_slots(limits.max_num_sequences)
         self.states.reserve(StateSizes(slots, num_checkpoints, MAX_DRAFTS))
         grid_tokens = max(BLOCK_SIZE, self.states.grid_tokens)
-        return replace(limits, states=StateLimits(slots, num_checkpoints, grid_tokens, frozenset({2})))
+        states = StateLimits(slots, num_checkpoints, grid_tokens, frozenset({2}), num_host_slots)
+        return replace(limits, states=states)
 
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
@@ -202,9 +203,9 @@ class Run:
     """The output and log probabilities of each request, and what happened meanwhile."""
 
     outputs: dict[str, Output]
-    num_hit_tokens: int
     num_preemptions: int
-    num_accepted: int
+    num_recomputed_tokens: int
+    num_swapped_in: int
 
 
 def run(
@@ -222,6 +223,7 @@ def run(
     runner = ModelRunner(case.model, limits, BLOCK_SIZE)
     launched: deque[tuple[StepPlan, Any]] = deque()
     outputs: dict[str, Output] = {}
+    num_swapped_in = 0
     for crowd in crowds:
         waiting = crowd
         while waiting or launched or not scheduler.is_idle:
@@ -232,6 +234,7 @@ def run(
             scheduler.check()
             if plan.rows:
                 launched.append((plan, runner.launch(plan)))
+                num_swapped_in += len(plan.state_swaps_in)
             while len(launched) > int(bool(plan.rows) and ahead):
                 done, pending = launched.popleft()
                 for event in scheduler.update(StepResult(done, pending.result(), pending.logprobs())).finished:
@@ -241,9 +244,7 @@ def run(
                     outputs[sequence.request_id] = ids, [sequence.logprobs.get(i) for i in range(len(ids))]
     runner.close()
     scheduler.check_when_idle()
-    return Run(
-        outputs, scheduler.prefix_cache.num_hit_tokens, scheduler.num_preemptions, scheduler.draft_counts.num_accepted
-    )
+    return Run(outputs, scheduler.num_preemptions, scheduler.num_recomputed_tokens, num_swapped_in)
 
 
 REQUESTS = st.builds(
@@ -269,6 +270,7 @@ CROWDS = st.lists(
     drafts=st.booleans(),
     ahead=st.booleans(),
     num_blocks=st.sampled_from((17, 24, NUM_BLOCKS)),
+    num_host_slots=st.sampled_from((0, 1, 4)),
 )
 def test_a_request_gets_the_same_tokens_however_it_is_computed(
     case: Case,
@@ -279,6 +281,7 @@ def test_a_request_gets_the_same_tokens_however_it_is_computed(
     drafts: bool,
     ahead: bool,
     num_blocks: int,
+    num_host_slots: int,
 ) -> None:
     """Alone; in a batch, in any chunks, behind any prefix, with any number of seats, after preemption, with drafts,
     among rows of other adapters."""
@@ -298,7 +301,11 @@ def test_a_request_gets_the_same_tokens_however_it_is_computed(
             sequence.num_reserved_blocks = len(sequence.token_ids) // BLOCK_SIZE + 1
     policy = SchedulerPolicy.GUARANTEED_NO_EVICT if num_blocks == NUM_BLOCKS else SchedulerPolicy.MAX_UTILIZATION
     limits = case.limits(
-        num_checkpoints, max_num_tokens=max_num_tokens, max_num_sequences=max_num_sequences, policy=policy
+        num_checkpoints,
+        num_host_slots,
+        max_num_tokens=max_num_tokens,
+        max_num_sequences=max_num_sequences,
+        policy=policy,
     )
 
     found = run(case, limits, sequences, num_blocks, drafts=drafts, ahead=ahead)
@@ -335,3 +342,26 @@ def test_a_state_of_one_adapter_is_never_used_with_another(case: Case) -> None:
     grid, length = limits.states.grid_tokens, len(crowds[0][0].token_ids) - 8
     num_cached = [sequence.num_cached_tokens for (sequence,) in crowds]
     assert num_cached == [0] * len(requests) + [length // grid * grid] * len(requests)
+
+
+@pytest.mark.parametrize("num_checkpoints", [0, 60])
+def test_a_preempted_request_goes_on_with_its_state_from_host_memory(case: Case, num_checkpoints: int) -> None:
+    # Given requests that share no block, and as many blocks as two of them need
+    requests = [Request(*lengths, is_greedy=True) for lengths in ((1, 60), (2, 88), (3, 27), (4, 71))]
+    few = Overcommit(watermark=0.0, margin=0.0, max_steps_away=100_000)
+    found = {}
+    for num_host_slots in (0, 4):
+        sequences = [request.sequence(str(number), MOST_TOKENS) for number, request in enumerate(requests)]
+        for sequence in sequences:
+            sequence.num_reserved_blocks = sequence.num_prompt_tokens // BLOCK_SIZE + 1
+        limits = case.limits(num_checkpoints, num_host_slots, policy=SchedulerPolicy.MAX_UTILIZATION, overcommit=few)
+        found[num_host_slots] = run(case, limits, [sequences], 18, ahead=True)
+
+    computed, copied = found[0], found[4]
+    assert copied.num_swapped_in == copied.num_preemptions > 0
+    assert computed.num_recomputed_tokens > 0 == copied.num_recomputed_tokens
+    for name, (ids, logprobs) in copied.outputs.items():
+        expected_ids, expected = case.alone(requests[int(name)], MOST_TOKENS)
+        assert ids == expected_ids
+        if isinstance(case.model.forward, NativeForward):
+            assert logprobs == expected

@@ -136,7 +136,10 @@ def test_a_model_for_images_is_served_for_its_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"kv_cache_host_memory_bytes": 1_000_000}, "kv_cache_host_memory_bytes is for models without recurrent"),
+        (
+            {"kv_cache_host_memory_bytes": 1_000_000},
+            "only batch_scheduler_policy=max_utilization with batching=inflight",
+        ),
         ({"weight_dtype": "fp8"}, "fp8 weights need the native forward pass on a GPU"),
         (
             {"attention_backend": "triton", "forward": "transformers"},

@@ -382,30 +382,38 @@ def test_the_shape_of_recurrent_layers_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "max_tokens", "num_seats", "num_adapters"),
+    ("name", "max_tokens", "num_seats", "num_adapters", "host_bytes"),
     [
-        ("lfm2", 0, 0, 0),
-        ("lfm2", 20_000, 12, 0),
-        ("qwen3_5", 0, 4, 0),
-        ("qwen3_5", 5_000, 0, 0),
-        ("lfm2-native", 0, 0, 3),
-        ("qwen3_5-native", 0, 0, 3),
+        ("lfm2", 0, 0, 0, 0),
+        ("lfm2", 20_000, 12, 0, 3_000_000),
+        ("qwen3_5", 0, 4, 0, 0),
+        ("qwen3_5", 5_000, 0, 0, 0),
+        ("lfm2-native", 0, 0, 3, 0),
+        ("qwen3_5-native", 0, 0, 3, 4_000_000),
     ],
 )
 def test_its_recurrent_state_is_that_of_a_real_executor(
-    name: str, max_tokens: int, num_seats: int, num_adapters: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    max_tokens: int,
+    num_seats: int,
+    num_adapters: int,
+    host_bytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = str(save_model(HYBRID_CONFIGS[name], tmp_path / name))
     monkeypatch.setattr(executor_loader, "num_available_memory_bytes", lambda: 500_000_000)
     flags = ["--model", model, "--dtype", "float32", "--device", "cpu", "--num-threads", "1"]
     flags += ["--max-num-sequences", str(num_seats), "--max-tokens-in-paged-kv-cache", str(max_tokens)]
+    if host_bytes:
+        flags += ["--kv-cache-host-memory-bytes", str(host_bytes), "--batch-scheduler-policy", "max_utilization"]
     if num_adapters:
         flags += ["--adapter-folder", str(tmp_path), "--max-adapters", str(num_adapters), "--max-adapter-rank", "20"]
     with torch_threads(1):
         loaded = executor_loader.load_executor(load(ExecutorSettings, "inflight executor", flags))
 
     shape = read_model_shape(model)
-    options = MemoryOptions(max_adapters=num_adapters, max_adapter_rank=20)
+    options = MemoryOptions(max_adapters=num_adapters, max_adapter_rank=20, kv_cache_host_memory_bytes=host_bytes)
     beside = pool_of(shape, Machine(GIBIBYTE, False, 0.2, 0, options), "float32", 16)
     # The executor's free memory is what it finds after it has loaded weights and adapters.
     machine = Machine(500_000_000 + beside.weight_bytes + beside.adapter_bytes, False, 0.2, 0, options)
@@ -416,6 +424,8 @@ def test_its_recurrent_state_is_that_of_a_real_executor(
     assert (pool.num_state_slots, pool.num_checkpoints) == (states.num_slots, states.num_checkpoints)
     assert (pool.num_blocks, pool.checkpoint_bytes) == (loaded.num_blocks, kept.checkpoint_bytes)
     assert pool.slot_bytes == kept.slot_bytes(0)
+    assert (pool.num_host_blocks, pool.num_host_slots) == (loaded.limits.num_host_blocks, states.num_host_slots)
+    assert bool(host_bytes) == bool(pool.num_host_slots)
     if num_adapters:
         assert loaded.model.forward.adapters is not None
         assert pool.adapter_bytes == num_adapters * loaded.model.forward.adapters.slot_bytes(20)

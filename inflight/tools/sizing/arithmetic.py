@@ -14,6 +14,7 @@ from inflight.common.kv_size import (
     WindowSize,
     blocks_for,
     default_step_tokens,
+    host_sizes,
     hybrid_sizes,
     kv_bytes_per_token,
     kv_groups,
@@ -89,7 +90,8 @@ class Pool:
     `num_window_blocks` is the pool of the layers with a sliding window for `num_window_seats`, if it is not 0. Bytes
     are those in all layers nevertheless.
 
-    `num_state_slots` are the slots of recurrent state for `num_state_seats`, if there are such layers.
+    `num_state_slots` are the slots of recurrent state for `num_state_seats`, if there are such layers, and
+    `num_host_slots` those in host memory.
     """
 
     weight_bytes: int
@@ -107,6 +109,7 @@ class Pool:
     slot_bytes: int = 0
     checkpoint_bytes: int = 0
     num_state_seats: int = 0
+    num_host_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +240,6 @@ def _with_states(
     steps: Steps | None,
 ) -> Pool:
     """Returns the pool beside the state of recurrent layers, for the seats of `steps` or those that are likely."""
-    if machine.options.kv_cache_host_memory_bytes:
-        raise SettingError("--kv-cache-host-memory-bytes does not go with a model with recurrent layers")
     gpu_bytes = machine.memory_bytes if machine.is_gpu else 0
     input_bytes = recurrent.input_numbers * BYTES_PER_NUMBER[dtype]
     slot_bytes, checkpoint_bytes = recurrent.slot_bytes + input_bytes, recurrent.checkpoint_bytes + input_bytes
@@ -252,8 +253,16 @@ def _with_states(
         most_seats=most_seats(gpu_bytes, default_step_tokens(gpu_bytes)),
         keeps_prefixes=True,
     )
+    host_bytes = machine.options.kv_cache_host_memory_bytes
+    taken_bytes = sizes.num_blocks * pool.bytes_per_block + sizes.num_slots * slot_bytes
+    free_host_bytes = host_bytes if machine.is_gpu else budget.free_bytes - taken_bytes
+    num_host_blocks, num_host_slots = host_sizes(
+        host_bytes, pool.bytes_per_block, slot_bytes, sizes.num_seats, free_host_bytes
+    )
     return replace(
         pool,
+        num_host_blocks=num_host_blocks,
+        num_host_slots=num_host_slots,
         num_blocks=sizes.num_blocks,
         num_state_slots=sizes.num_slots,
         num_checkpoints=sizes.num_checkpoints,

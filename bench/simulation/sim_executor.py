@@ -58,7 +58,6 @@ class ExecutorShape:
     num_checkpoints: int | None = None
     """Of recurrent state, at each `grid_blocks` blocks; None: no layer is recurrent."""
     grid_blocks: int = 1
-    num_host_slots: int = 0
     overlap: bool = True
     max_inter_token_ms: float = 0.0
     cost: StepCost = field(default=H200)
@@ -67,12 +66,7 @@ class ExecutorShape:
         """The limits of the scheduler."""
         states = None
         if self.num_checkpoints is not None:
-            states = StateLimits(
-                num_slots(self.num_seats),
-                self.num_checkpoints,
-                self.grid_blocks * self.block_size,
-                num_host_slots=self.num_host_slots,
-            )
+            states = StateLimits(num_slots(self.num_seats), self.num_checkpoints, self.grid_blocks * self.block_size)
         return SchedulerLimits(
             max_num_sequences=self.num_seats,
             num_standby_sequences=self.num_standby,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,13 +40,6 @@ def parse_options(argv: Sequence[str]) -> SoakOptions:
     add("--seats", type=int, default=8, metavar="N", help="of each executor; default: 8")
     add("--run-dir", type=Path, default=Path("run/soak"), metavar="DIR", help="logs; default: run/soak")
     add("--out", type=Path, default=Path("run/soak"), metavar="DIR", help="the report; default: run/soak")
-    add(
-        "--executor-args",
-        type=shlex.split,
-        default=[],
-        metavar="TEXT",
-        help="more options of the executors, such as --batch-scheduler-policy=max_utilization",
-    )
     given = parser.parse_args(argv)
     return SoakOptions(**vars(given), command=f"make soak SECONDS={given.seconds:g}")
 

@@ -10,7 +10,6 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +51,6 @@ class SoakOptions:
     seats: int
     run_dir: Path
     out: Path
-    executor_args: Sequence[str]
     command: str
 
     @property
@@ -163,7 +161,6 @@ def _stack(options: SoakOptions, model: str) -> StackOptions:
         executor_args=(
             *("--max-num-sequences", str(options.seats)),
             *("--max-tokens-in-paged-kv-cache", str(options.seats * longest)),
-            *options.executor_args,
         ),
     )
 

@@ -27,9 +27,6 @@ OVERCOMMITTED = ExecutorShape(
     num_host_blocks=8,
 )
 HYBRID = replace(SHAPE, num_blocks=96, num_checkpoints=10)
-OVERCOMMITTED_HYBRID = replace(
-    OVERCOMMITTED, num_host_blocks=40, has_prefix_cache=True, num_checkpoints=10, num_host_slots=3
-)
 ROUTER = RouterShape()
 PART = 8
 

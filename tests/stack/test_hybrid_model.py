@@ -27,6 +27,7 @@ from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
 from tests.integration.test_executor_metrics import documented
 from tests.property.test_hybrid_models import CONFIGS as TEXT_CONFIGS
+from tests.property.test_hybrid_models import TOKENS, Case, run, sequence_of
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.stack.executor_death import finished_after_death
 from tests.support.stack.executors_linked import wait_for_executors
@@ -110,6 +111,26 @@ async def test_request_continues_with_its_tokens_when_its_executor_dies(hybrid_s
         stream = client.generate(PROMPT, max_tokens=500, **ASKED)
         continued = await finished_after_death(hybrid_stack, stream)
     assert continued.token_ids == whole.token_ids
+
+
+def test_executor_has_host_memory_for_preempted_requests(hybrid_model: Path) -> None:
+    settings = ExecutorSettings(
+        model=str(hybrid_model),
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        max_num_sequences=4,
+        max_num_tokens=48,
+        max_tokens_in_paged_kv_cache=208,
+        batch_scheduler_policy="max_utilization",
+        kv_cache_host_memory_bytes=2_000_000,
+    )
+    loaded = load_executor(settings)
+    sequences = [sequence_of(str(number), TOKENS[number : number + 40], 60) for number in range(4)]
+    for sequence in sequences:
+        sequence.num_reserved_blocks = 3
+    found = run(Case(loaded.model, None, {}), loaded.limits, [sequences], loaded.num_blocks)
+    assert found.num_swapped_in == found.num_preemptions > 0 == found.num_recomputed_tokens
 
 
 def test_ranks_are_refused_by_name(hybrid_model: Path) -> None:

@@ -282,3 +282,24 @@ def hybrid_sizes(
         )
     num_blocks = num_kv_blocks(beside, tokens_per_block, bytes_per_block)
     return HybridSizes(num_blocks, seats, num_slots(seats), num_checkpoints, checkpoint_tokens)
+
+
+def host_sizes(
+    num_bytes: int, bytes_per_block: int, slot_bytes: int, num_seats: int, free_bytes: int
+) -> tuple[int, int]:
+    """Returns the KV blocks and the slots of recurrent state of `kv_cache_host_memory_bytes`. A preempted sequence
+    takes a slot, so there are at most as many as seats, and they take half of the memory at most.
+
+    Raises:
+        SettingError: not even one slot and one block fit, or more is requested than is free.
+    """
+    if not num_bytes:
+        return 0, 0
+    num_slots = min(num_seats, int(num_bytes * SLOTS_SHARE) // slot_bytes)
+    if not num_slots:
+        raise SettingError(
+            f"kv_cache_host_memory_bytes={num_bytes}: half of it holds no slot of recurrent state, which takes "
+            f"{slot_bytes} bytes"
+        )
+    slots_bytes = num_slots * slot_bytes
+    return num_host_kv_blocks(num_bytes - slots_bytes, bytes_per_block, free_bytes - slots_bytes), num_slots

@@ -12,6 +12,7 @@ from inflight.common.kv_size import (
     KvBudget,
     KvGroups,
     StateSize,
+    host_sizes,
     hybrid_sizes,
     most_seats,
     num_host_kv_blocks,
@@ -106,7 +107,9 @@ def _load(settings: ExecutorSettings, group: WorkerGroup | None) -> Loaded:
         settings.batching,
     )
     if limits.num_host_blocks:
-        log.info("%d KV blocks of host memory for preempted sequences and evicted prefixes", limits.num_host_blocks)
+        others = f" and {limits.num_host_slots} slots of recurrent state" if limits.states else ""
+        what = "preempted sequences" if limits.states else "preempted sequences and evicted prefixes"
+        log.info("%d KV blocks%s of host memory for %s", limits.num_host_blocks, others, what)
     return Loaded(source, model, num_blocks, limits, adapters, group)
 
 
@@ -116,10 +119,11 @@ def _adapters(settings: ExecutorSettings, forward: Forward, group: WorkerGroup |
         return None
     what = f"adapter_folder={settings.adapter_folder}"
     memory = forward.adapters
-    if forward.states is not None:
-        raise SettingError(f"{what}: adapters of models with recurrent layers are not supported")
     if memory is None and forward.routes_by_itself:
         raise SettingError(f"{what}: adapters of models with experts need a CPU, and experts in all layers")
+    # Those that run by transformers on a GPU have no recurrent layers.
+    if memory is None and forward.states is not None and forward.backend_name == "triton":
+        raise SettingError(f"{what}: adapters of models whose attention has gates need a CPU")
     if memory is None:
         raise SettingError(
             f"{what} needs a native forward pass, and this model runs with that of transformers on "
@@ -178,17 +182,18 @@ def _allocate_hybrid(
     settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits, budget: KvBudget, states: StateMemory
 ) -> tuple[int, SchedulerLimits]:
     """The same for a model with recurrent layers, whose state is a second kind of cache."""
-    if settings.kv_cache_host_memory_bytes:
+    if settings.kv_cache_host_memory_bytes and not limits.is_overcommitted:
         raise SettingError(
-            "kv_cache_host_memory_bytes is for models without recurrent layers: host memory has no slots for their "
-            "state"
+            "kv_cache_host_memory_bytes keeps preempted sequences of models with recurrent layers, and only "
+            "batch_scheduler_policy=max_utilization with batching=inflight preempts"
         )
-    block_size = settings.tokens_per_block
+    block_size, slot_bytes = settings.tokens_per_block, states.slot_bytes(limits.max_drafts)
+    bytes_per_block = model.forward.layout.bytes_per_block(block_size)
     sizes = hybrid_sizes(
         budget,
         block_size,
-        model.forward.layout.bytes_per_block(block_size),
-        StateSize(states.slot_bytes(limits.max_drafts), states.checkpoint_bytes, states.grid_tokens),
+        bytes_per_block,
+        StateSize(slot_bytes, states.checkpoint_bytes, states.grid_tokens),
         context_length=limits.context_length,
         num_seats_set=settings.max_num_sequences,
         most_seats=limits.max_num_sequences,
@@ -196,12 +201,21 @@ def _allocate_hybrid(
     )
     if limits.enable_prefix_cache and not sizes.num_checkpoints:
         log.warning("no prefix is reused, because there is no memory for a checkpoint of recurrent state")
+    is_on_gpu = free_device_bytes(model.device) is not None
+    taken_bytes = 0 if is_on_gpu else sizes.num_blocks * bytes_per_block + sizes.num_slots * slot_bytes
+    num_host_blocks, num_host_slots = host_sizes(
+        settings.kv_cache_host_memory_bytes,
+        bytes_per_block,
+        slot_bytes,
+        sizes.num_seats,
+        _free_host_bytes(None) - taken_bytes,
+    )
     states.reserve(StateSizes(sizes.num_slots, sizes.num_checkpoints, limits.max_drafts))
     model.allocate_kv(sizes.num_blocks, block_size)
     log.info(
         "recurrent state: %d slots of %d bytes and %d checkpoints of %d bytes, at multiples of %d tokens",
         sizes.num_slots,
-        states.slot_bytes(limits.max_drafts),
+        slot_bytes,
         sizes.num_checkpoints,
         states.checkpoint_bytes,
         sizes.checkpoint_tokens,
@@ -211,11 +225,14 @@ def _allocate_hybrid(
         max_num_sequences=sizes.num_seats,
         num_standby_sequences=_num_standby(settings, sizes.num_seats),
         enable_prefix_cache=limits.enable_prefix_cache and sizes.num_checkpoints > 0,
+        num_host_blocks=num_host_blocks,
         states=StateLimits(
             sizes.num_slots,
             sizes.num_checkpoints,
             sizes.checkpoint_tokens,
             frozenset(model.description.eos_token_ids),
+            num_host_slots,
+            slot_bytes * block_size // bytes_per_block,
         ),
     )
 

@@ -1,4 +1,5 @@
-"""LoRA adapters with random weights for a Llama, in PEFT's format. Written without torch, which only executors need."""
+"""LoRA adapters with random weights for a Llama or an LFM2, in PEFT's format. Written without torch, which only
+executors need."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def write_adapter(folder: Path, model_folder: Path, seed: int) -> None:
         "peft_type": "LORA",
         "r": RANK,
         "lora_alpha": 2 * RANK + seed,
-        "target_modules": sorted({name.rpartition(".")[2] for name in shapes}),
+        "target_modules": sorted({".".join(name.split(".")[3:]) for name in shapes}),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config))
     rng = np.random.default_rng(seed)
@@ -36,21 +37,20 @@ def write_adapter(folder: Path, model_folder: Path, seed: int) -> None:
 
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Returns outputs and inputs of every projection."""
+    """Returns outputs and inputs of every projection of attention and of feed-forward layers."""
     hidden, inner, num_heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // num_heads
     attention, kv = num_heads * head_dim, config["num_key_value_heads"] * head_dim
-    of_layer = {
-        "self_attn.q_proj": (attention, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, attention),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
+    is_hybrid = config["model_type"] == "lfm2"
+    output = "out_proj" if is_hybrid else "o_proj"
+    block, *names = ("feed_forward", "w1", "w3", "w2") if is_hybrid else ("mlp", "gate_proj", "up_proj", "down_proj")
+    of_attention = {"q_proj": (attention, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}
+    of_attention[output] = (hidden, attention)
+    feed_forward = dict(zip(names, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True))
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
     return {
-        f"model.layers.{layer}.{name}": shape
-        for layer in range(config["num_hidden_layers"])
-        for name, shape in of_layer.items()
+        f"model.layers.{layer}.{module}.{name}": shape
+        for layer, kind in enumerate(kinds)
+        for module, shapes in (("self_attn", {} if kind == "conv" else of_attention), (block, feed_forward))
+        for name, shape in shapes.items()
     }

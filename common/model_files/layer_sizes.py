@@ -16,12 +16,14 @@ LEAST_GPU_RANK = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Lengths of the rows between the projections of a layer: `attention` of all heads, `kv` of all KV heads."""
+    """Lengths of the rows between the projections of a layer: `attention` of all heads, `kv` of all KV heads. With
+    `has_gates` the projection of queries yields as many gates as well."""
 
     hidden: int
     attention: int
     kv: int
     inner: int
+    has_gates: bool = False
 
     def of_rank(self, num_ranks: int, kv: int) -> LayerSizes:
         """Returns the outputs that the first rank has, which has the most; `kv` are those of its keys."""
@@ -31,13 +33,14 @@ class LayerSizes:
             min(columns, columns_of_rank(columns, num_ranks, multiple))
             for columns, multiple in ((self.hidden, PART_COLUMNS), (self.inner, PART_INNER_COLUMNS))
         )
-        return LayerSizes(hidden, self.attention // num_ranks, kv, inner)
+        return LayerSizes(hidden, self.attention // num_ranks, kv, inner, self.has_gates)
 
     def products(self, outputs: LayerSizes) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Returns the inputs of each product, and the outputs of the projections that it computes. `outputs` are the
         sizes that a rank has of the outputs."""
+        queries = outputs.attention * (2 if outputs.has_gates else 1)
         return (
-            (self.hidden, (outputs.attention, outputs.kv, outputs.kv)),
+            (self.hidden, (queries, outputs.kv, outputs.kv)),
             (self.attention, (outputs.hidden,)),
             (self.hidden, (outputs.inner, outputs.inner)),
             (self.inner, (outputs.hidden,)),

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from inflight.executor.adapters.errors import AdapterError
 from inflight.executor.adapters.weights import (
-    MATRICES,
     AdapterLimits,
     AdapterMatrix,
     AdapterWeights,
@@ -105,13 +104,17 @@ def parse(files: AdapterFiles, limits: AdapterLimits | RankLimit) -> AdapterWeig
         raise AdapterError("target_modules names no projection of the model")
     unknown = sorted(set(tensors) - {f"{PREFIX}{name}.lora_{side}.weight" for name in targets for side in "AB"})
     if unknown:
-        raise AdapterError(f"{WEIGHTS_FILE} has {unknown[0]}, which is not of a projection that target_modules names")
+        raise AdapterError(
+            f"{WEIGHTS_FILE} has {unknown[0]}, which is not of a projection of attention or of a feed-forward layer "
+            "that target_modules names"
+        )
 
     def matrix(name: str) -> AdapterMatrix | None:
         return _matrix(config, tensors, name, modules[name], limits.max_rank) if name in targets else None
 
     layers = range(limits.shape.num_layers)
-    return AdapterWeights(tuple(tuple(matrix(module_name(layer, name)) for name in MATRICES) for layer in layers))
+    names = limits.shape.projections
+    return AdapterWeights(tuple(tuple(matrix(module_name(layer, name)) for name in names) for layer in layers))
 
 
 class _Config:
@@ -140,7 +143,9 @@ class _Config:
         if isinstance(names, list):
             for name in names:
                 if not any(_ends_with(module, name) for module in modules):
-                    raise AdapterError(f"target_modules names {name!r}, which is no projection of the model")
+                    raise AdapterError(
+                        f"target_modules names {name!r}, which is no projection of attention or of a feed-forward layer"
+                    )
         layers = self._layers()
         if layers is not None and max(layers, default=0) >= num_layers:
             raise AdapterError(f"layers_to_transform has layer {max(layers)}, and the model has {num_layers}")

@@ -10,24 +10,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from inflight.executor.checkpoint.decoder_weights import DecoderShape
+from inflight.executor.checkpoint.decoder_weights import NUM_ATTENTION_PROJECTIONS, DecoderShape
 from inflight.executor.checkpoint.shards import Shard
 
-# The names of the matrices in a layer, in the order of adapters.h.
-MATRICES = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
 
-
-def module_name(layer: int, matrix: str) -> str:
-    """Returns the name of the module that has one of MATRICES of a layer."""
-    return f"model.layers.{layer}.{matrix}"
+def module_name(layer: int, projection: str) -> str:
+    """Returns the name of the module that has a projection of a layer."""
+    return f"model.layers.{layer}.{projection}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,8 +34,8 @@ class AdapterMatrix:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdapterWeights:
-    """For each layer the change of each of MATRICES; None where the adapter has none. Without layers, `declared_rank`
-    is the rank that its configuration names."""
+    """For each layer the change of each of `PROJECTIONS`; None where the adapter has none. Without layers,
+    `declared_rank` is the rank that its configuration names."""
 
     layers: tuple[tuple[AdapterMatrix | None, ...], ...]
     declared_rank: int = 0
@@ -88,17 +77,20 @@ class AdapterLimits:
     max_rank: int
 
     def modules(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Yields the module names of the matrices, layer by layer in the order of MATRICES, and the shape
-        `(outputs, inputs)` of each. Experts have no adapters."""
+        """Yields the module names of the matrices, layer by layer in the order of `PROJECTIONS`, and the shape
+        `(outputs, inputs)` of each. Experts and what recurrent layers have in place of attention have no adapters."""
         shape = self.shape
         hidden, inner = shape.hidden_size, shape.intermediate_size
         attention, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        queries = attention * (2 if shape.has_output_gate else 1)
         sizes = (
-            *((attention, hidden), (kv, hidden), (kv, hidden), (hidden, attention)),
+            *((queries, hidden), (kv, hidden), (kv, hidden), (hidden, attention)),
             *((inner, hidden), (inner, hidden), (hidden, inner)),
         )
         for layer in range(shape.num_layers):
-            for name, size in zip(MATRICES, sizes, strict=True):
-                if shape.num_experts and name.startswith("mlp."):
-                    continue
-                yield module_name(layer, name), size
+            for place, (name, size) in enumerate(zip(shape.projections, sizes, strict=True)):
+                is_left_out = (
+                    layer in shape.recurrent_layers if place < NUM_ATTENTION_PROJECTIONS else shape.num_experts > 0
+                )
+                if not is_left_out:
+                    yield module_name(layer, name), size

@@ -23,6 +23,19 @@ from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
 from inflight.executor.checkpoint.quantized_weight import Matrix
 from inflight.executor.recurrent.mixer import MixerShape, MixerWeights
 
+# The projections of a layer with attention: of queries, keys, values and of what heads yield; gate, up and down. Their
+# names are those of most families.
+PROJECTIONS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+NUM_ATTENTION_PROJECTIONS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Norms:
@@ -45,7 +58,7 @@ class Family:
     the sigmoids of their scores, not by the softmax of all, and `router_epsilon` is added to the sum of the weights of
     a token, by which they are divided. `has_clamped_gates`: the activation of experts is `CLAMPED`. `has_output_gate`:
     the projection of queries yields a gate behind each query. Without `has_gates` a feed-forward layer is an activation
-    between two projections.
+    between two projections. `projections` are the names of `PROJECTIONS` in a layer.
     """
 
     norms: Norms = Norms()
@@ -60,12 +73,22 @@ class Family:
     router_epsilon: float = 0.0
     has_output_gate: bool = False
     has_gates: bool = True
+    projections: tuple[str, ...] = PROJECTIONS
 
 
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 AROUND = Norms("input_layernorm", AFTER.attention_output, "pre_feedforward_layernorm", AFTER.feed_forward_output)
 GEMMA = Family(AROUND, norm_offset=1.0, activation_name="hidden_activation", caps_logits=True)
-LFM2 = Family(Norms("operator_norm", None, "ffn_norm", None), activation_name=None, final_norm="embedding_norm")
+LFM2 = Family(
+    Norms("operator_norm", None, "ffn_norm", None),
+    activation_name=None,
+    final_norm="embedding_norm",
+    projections=(
+        *PROJECTIONS[:3],
+        "self_attn.out_proj",
+        *(f"feed_forward.{name}" for name in ("w1", "w3", "w2")),
+    ),
+)
 QWEN3_5 = Family(norm_offset=1.0, has_output_gate=True)
 FAMILIES = {
     "Exaone4ForCausalLM": Family(
@@ -156,7 +179,8 @@ class DecoderShape:
     `gate_factor` * g) * (u + 1). With `SQUARED_RELU` there are no gates. `bare_layers` have no feed-forward layer.
 
     The layers `recurrent_layers` have a `mixer` in place of attention; None if there are none. With `has_output_gate`
-    what a head of attention yields is multiplied by the sigmoid of its gate.
+    what a head of attention yields is multiplied by the sigmoid of its gate. `projections` are the names of
+    `PROJECTIONS`.
     """
 
     num_layers: int
@@ -191,6 +215,7 @@ class DecoderShape:
     recurrent_layers: tuple[int, ...] = ()
     mixer: MixerShape | None = None
     bare_layers: tuple[int, ...] = ()
+    projections: tuple[str, ...] = PROJECTIONS
 
     @property
     def rotary_dim(self) -> int:
@@ -323,6 +348,7 @@ def read_decoder(
             recurrent_layers=recurrent,
             mixer=next((layer.mixer.shape for layer in read if layer.mixer is not None), None),
             bare_layers=tuple(number for number, layer in enumerate(read) if not layer.gate_up_parts),
+            projections=family.projections,
             **_scales(config, family, embedding),
             **_experts(modules, family),
         ),

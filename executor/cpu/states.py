@@ -73,6 +73,12 @@ class NativeStates:
             of_layer = (getattr(tensors, name) for name in _LayerTensors.__slots__)
             self._memories[layer] = _Memory(*(None if one is None else one.data_ptr() for one in of_layer))
 
+    def slots(self) -> list[Tensor]:
+        """Returns the tensors of which a slot is a row each."""
+        names = ("inputs", "states", "keys", "updates", "decays")
+        of_layers = (getattr(tensors, name) for tensors in self._tensors for name in names)
+        return [self._boundaries, *(tensor for tensor in of_layers if tensor is not None)]
+
     def of_step(self, batch: StepBatch) -> _States:
         """Returns the states of a step. They keep what they point to alive."""
         rows = batch.states

@@ -15,7 +15,7 @@ KV: the caller keeps what `allocate_kv` returns and passes it to each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self, runtime_checkable
 
@@ -73,12 +73,13 @@ class AdapterMemory:
 class StateMemory:
     """Where the state of recurrent layers is kept. `slot_bytes` is the memory of a slot for a number of drafts, and
     `checkpoint_bytes` that of a checkpoint, which can be taken at multiples of `grid_tokens`. `reserve` makes slots and
-    checkpoints, in place of those that were made before."""
+    checkpoints, in place of those that were made before. `slots` returns the tensors of which a slot is a row each."""
 
     slot_bytes: Callable[[int], int]
     checkpoint_bytes: int
     grid_tokens: int
     reserve: Callable[[StateSizes], None]
+    slots: Callable[[], Sequence[Tensor]]
 
 
 class Forward(Protocol):

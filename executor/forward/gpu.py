@@ -42,8 +42,9 @@ class GpuForward(Forward):
 
     @property
     def adapters(self) -> AdapterMemory | None:
-        # Slots would have matrices of the size of an expert.
-        return None if self.routes_by_itself else AdapterMemory.of(self.decoder)
+        # Slots would have matrices of the size of an expert, and have none for the gates of queries.
+        has_slots = not self.routes_by_itself and not self.decoder.shape.has_output_gate
+        return AdapterMemory.of(self.decoder) if has_slots else None
 
     @property
     def routes_by_itself(self) -> bool:
@@ -54,7 +55,7 @@ class GpuForward(Forward):
         states = self.decoder.recurrent_states
         if states is None:
             return None
-        return StateMemory(states.slot_bytes, states.checkpoint_bytes, states.grid_tokens, states.reserve)
+        return StateMemory(states.slot_bytes, states.checkpoint_bytes, states.grid_tokens, states.reserve, states.slots)
 
     def free_device_bytes(self, sizes: StepSizes) -> int | None:
         return free_beside_steps(self.decoder, self.layout, sizes)

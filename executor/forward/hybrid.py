@@ -58,6 +58,7 @@ class HybridForward(Forward):
             checkpoint_bytes=self._num_bytes(StateSizes(0, 1, 0)),
             grid_tokens=math.lcm(*(mixer.grid_tokens for mixer in self._mixers.values())),
             reserve=self._reserve,
+            slots=lambda: [slot for memory in self._memories.values() for slot in memory.slots],
         )
 
     @property

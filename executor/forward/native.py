@@ -22,15 +22,14 @@ class NativeForward(Forward):
 
     @property
     def adapters(self) -> AdapterMemory | None:
-        has_slots = self.decoder.states is None and not self.decoder.shape.dense_size
-        return AdapterMemory.of(self.decoder) if has_slots else None
+        return None if self.decoder.shape.dense_size else AdapterMemory.of(self.decoder)
 
     @property
     def states(self) -> StateMemory | None:
         states = self.decoder.states
         if states is None:
             return None
-        return StateMemory(states.slot_bytes, states.checkpoint_bytes, states.grid_tokens, states.reserve)
+        return StateMemory(states.slot_bytes, states.checkpoint_bytes, states.grid_tokens, states.reserve, states.slots)
 
     @property
     def routes_by_itself(self) -> bool:

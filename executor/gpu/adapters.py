@@ -27,7 +27,7 @@ MAX_SPLITS = 8
 
 
 class Product(IntEnum):
-    """The matrix products of a layer that adapters change. Each is of adjacent entries of `MATRICES`."""
+    """The matrix products of a layer that adapters change. Each is of adjacent entries of `PROJECTIONS`."""
 
     QKV = 0
     OUTPUT = 1
@@ -35,7 +35,7 @@ class Product(IntEnum):
     DOWN = 3
 
 
-# The entries of `MATRICES` in each product.
+# The entries of `PROJECTIONS` in each product.
 PARTS = ((0, 1, 2), (3,), (4, 5), (6,))
 
 

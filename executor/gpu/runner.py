@@ -35,6 +35,7 @@ from inflight.executor.gpu.step_buffers import StepBuffers
 from inflight.executor.gpu.step_layout import StepLayout, Words
 from inflight.executor.gpu.table_entries import NO_ENTRIES, TableEntries, TableFollower
 from inflight.executor.recurrent.gpu_states import NUM_ROW_WORDS
+from inflight.executor.recurrent.host_slots import HostSlots
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import StepPlan
 from inflight.executor.step.batch import StepBatch
@@ -129,6 +130,9 @@ class GpuRunner:
         )
         self._processing = Processing(self._device, self._vocabulary_size, limits.context_length, most_logits)
         self._host_tier = GpuHostTier(kv, limits.num_host_blocks) if limits.num_host_blocks else None
+        self._host_slots: HostSlots | None = None
+        if limits.num_host_slots and decoder.recurrent_states is not None:
+            self._host_slots = HostSlots(decoder.recurrent_states.slots(), limits.num_host_slots)
         self._read_back = ReadBack(MAX_IN_FLIGHT, most_logits, self._device)
         self._newest: GpuStep | None = None
         self._group = decoder.group
@@ -180,6 +184,9 @@ class GpuRunner:
                 # On the stream of the step: after the previous steps, whose KV it moves, and before the graph's replay.
                 if self._host_tier is not None and (plan.swaps_out or plan.swaps_in):
                     self._host_tier.swap(plan.swaps_out, plan.swaps_in)
+                    timer.copied()
+                if self._host_slots is not None and (plan.state_swaps_out or plan.state_swaps_in):
+                    self._host_slots.swap(plan.state_swaps_out, plan.state_swaps_in)
                     timer.copied()
                 attention = self._plan_attention(form, batch)
                 self._upload(form, batch, sampling, entries)

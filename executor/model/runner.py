@@ -22,6 +22,7 @@ from inflight.common.machine import num_usable_cores
 from inflight.executor.device import StepTimer, is_gpu, to_host
 from inflight.executor.engine.runner import PendingStep, token_ids_of
 from inflight.executor.model.model import PagedModel
+from inflight.executor.recurrent.host_slots import HostSlots
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 from inflight.executor.step.batch import StepBatch
@@ -41,6 +42,8 @@ class LaunchedStep:
         self.sampling = sampling
         self.swaps_out = plan.swaps_out
         self.swaps_in = plan.swaps_in
+        self.state_swaps_out = plan.state_swaps_out
+        self.state_swaps_in = plan.state_swaps_in
         # Of each of the plan's `pooled`, the number of its rows among the hidden states.
         self._num_hidden = [one.end - one.start for one in plan.pooled]
         self._pooled: tuple[array[float], ...] = ()
@@ -89,6 +92,9 @@ class ModelRunner:
     def __init__(self, model: PagedModel, limits: SchedulerLimits, block_size: int) -> None:
         self._model = model
         self._host_tier = model.open_host_tier(limits.num_host_blocks) if limits.num_host_blocks else None
+        self._host_slots: HostSlots | None = None
+        if limits.num_host_slots and model.forward.states is not None:
+            self._host_slots = HostSlots(model.forward.states.slots(), limits.num_host_slots)
         self._inputs = StepInputs(limits, block_size, model.description.vocabulary_size)
         # Threads of a forward pass wait for each other. Where they occupy every core, a thread beside them would stop
         # all of them as long as it runs, so masks are then computed by as many threads after the pass.
@@ -135,6 +141,9 @@ class ModelRunner:
             batch = batch.with_hidden(self._model.pooling.hidden_size)
         if self._host_tier is not None and (step.swaps_out or step.swaps_in):
             self._host_tier.swap(step.swaps_out, step.swaps_in)
+            timer.copied()
+        if self._host_slots is not None and (step.state_swaps_out or step.state_swaps_in):
+            self._host_slots.swap(step.state_swaps_out, step.state_swaps_in)
             timer.copied()
         if constrained := step.sampling.constrained():
             # The masks depend on the previous step's tokens, not on this one's logits.

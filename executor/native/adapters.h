@@ -28,7 +28,8 @@ namespace inflight {
 extern "C" {
 
 // decoder.py's `_AdapterMatrix`, in the same order. `a` is `[rank, inputs]` and `b` `[outputs, rank]` of Elements, with
-// the outputs that this rank has. Rank 0: the adapter leaves the matrix as it is.
+// the outputs that this rank has. Rank 0: the adapter leaves the matrix as it is. Recurrent layers have adapters of
+// their feed-forward layers only.
 struct AdapterMatrix {
     const void *a, *b;
     int64_t rank;
@@ -37,7 +38,8 @@ struct AdapterMatrix {
 
 }  // extern "C"
 
-// The matrices that an adapter may change, in the order of executor/adapters/weights.py, and the products they are in.
+// The matrices that an adapter may change, in the order of `PROJECTIONS` of decoder_weights.py, and the products they
+// are in.
 enum AdaptedMatrix { ADAPT_QUERY, ADAPT_KEY, ADAPT_VALUE, ADAPT_OUTPUT, ADAPT_GATE, ADAPT_UP, ADAPT_DOWN, NUM_ADAPTED };
 enum AdaptedProduct { QKV_PRODUCT, OUTPUT_PRODUCT, GATE_UP_PRODUCT, DOWN_PRODUCT, NUM_PRODUCTS };
 constexpr AdaptedProduct PRODUCT_OF[NUM_ADAPTED] = {QKV_PRODUCT,     QKV_PRODUCT,     QKV_PRODUCT, OUTPUT_PRODUCT,
@@ -74,10 +76,13 @@ class AdapterSlots {
     };
 
     explicit AdapterSlots(const DecoderShape& shape)
-        : num_layers_(shape.num_layers), num_adapted_(shape.num_experts == 0 ? NUM_ADAPTED : ADAPT_GATE) {
+        : num_layers_(shape.num_layers),
+          has_experts_(shape.num_experts != 0),
+          is_recurrent_(shape.is_recurrent, shape.is_recurrent + shape.num_layers) {
         const int64_t attention = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
+        const int64_t queries = attention * (1 + (shape.has_output_gate != 0));
         const int64_t hidden = shape.hidden_columns().count, inner = shape.inner_columns(shape.intermediate_size).count;
-        const int64_t outputs[NUM_ADAPTED] = {attention, kv, kv, hidden, inner, inner, hidden};
+        const int64_t outputs[NUM_ADAPTED] = {queries, kv, kv, hidden, inner, inner, hidden};
         const int64_t inputs[NUM_PRODUCTS] = {shape.hidden_size, shape.attention_depth(), shape.hidden_size,
                                               shape.intermediate_size};
         std::copy(outputs, outputs + NUM_ADAPTED, outputs_);
@@ -90,8 +95,10 @@ class AdapterSlots {
     // Bytes of a slot for adapters up to a rank.
     int64_t slot_bytes(int64_t max_rank) const {
         std::vector<AdapterMatrix> matrices(num_layers_ * NUM_ADAPTED, {nullptr, nullptr, 0, 0.0f, 0.0f});
-        for (size_t i = 0; i < matrices.size(); ++i)
-            if ((int)(i % NUM_ADAPTED) < num_adapted_) matrices[i].rank = max_rank;
+        for (size_t i = 0; i < matrices.size(); ++i) {
+            const bool is_attention = i % NUM_ADAPTED < ADAPT_GATE;
+            if (is_attention ? !is_recurrent_[i / NUM_ADAPTED] : !has_experts_) matrices[i].rank = max_rank;
+        }
         Cursor count(nullptr);
         place(matrices.data(), count);
         return count.used();
@@ -176,7 +183,8 @@ class AdapterSlots {
     }
 
     const int64_t num_layers_;
-    const int num_adapted_;  // the first ones; experts have no adapters
+    const bool has_experts_;  // they have no adapters
+    const std::vector<int64_t> is_recurrent_;
     int64_t outputs_[NUM_ADAPTED], inputs_[NUM_PRODUCTS];
     int64_t slot_bytes_ = 0;
     std::unique_ptr<Arena> arena_;

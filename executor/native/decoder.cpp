@@ -518,22 +518,23 @@ class DecoderOf final : public Decoder {
             adapted_product(QKV, change, layer.qkv, activations_.normed, &layer.output,
                             [&](int64_t block, int64_t row, int num_rows, float* tile) {
                                 int64_t head = block / blocks;
+                                for (int i = 0; i < num_rows; ++i)
+                                    if (has_adapter(row + i)) adapt_head(index, head, row + i, tile + i * stride);
                                 if (shape_.has_output_gate) {
                                     if (head < 2 * shape_.num_heads && head % 2 == 1)
                                         return keep_gates(head / 2, row, num_rows, tile, stride);
                                     head = head < 2 * shape_.num_heads ? head / 2 : head - shape_.num_heads;
                                 }
-                                for (int i = 0; i < num_rows; ++i) {
-                                    if (has_adapter(row + i)) adapt_head(index, head, row + i, tile + i * stride);
+                                for (int i = 0; i < num_rows; ++i)
                                     finish_head(layer, head, row + i, tile + i * stride);
-                                }
                                 store_heads(kv, rope, head, row, num_rows, tile, stride);
                             });
             if (shape_.head_norms == NORMS_OF_ALL_HEADS) norm_all_heads(layer, kv, rope);
         }
 
+        // `head` counts the gates of queries as well.
         void adapt_head(int64_t index, int64_t head, int64_t row, float* sums) {
-            const int64_t dim = shape_.head_dim, kv_head = head - shape_.num_heads;
+            const int64_t dim = shape_.head_dim, kv_head = head - shape_.qkv_heads() + 2 * shape_.num_kv_heads;
             if (kv_head < 0)
                 add_adapter(row, index, ADAPT_QUERY, head * dim, dim, sums);
             else if (kv_head < shape_.num_kv_heads)

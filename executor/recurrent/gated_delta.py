@@ -73,6 +73,10 @@ class DeltaMemory:
         own = (self.states, self.boundaries, self.keys, self.updates, self.gates, self.checkpoints)
         return self.conv.num_bytes + sum(tensor.nbytes for tensor in own)
 
+    @property
+    def slots(self) -> tuple[Tensor, ...]:
+        return (*self.conv.slots, self.states, self.boundaries, self.keys, self.updates, self.gates)
+
 
 @dataclass(slots=True, eq=False)
 class Chunk:

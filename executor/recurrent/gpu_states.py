@@ -85,6 +85,11 @@ class GpuStates:
         self._tensors = self._allocate(sizes, self._device)
         self._boundaries = np.zeros(sizes.num_slots, np.int32)
 
+    def slots(self) -> list[Tensor]:
+        """Returns the tensors of which a slot is a row each."""
+        of = self.tensors
+        return [torch.from_numpy(self._boundaries), of.inputs, of.states, of.keys, of.updates, of.decays]
+
     def follow(self, batch: StepBatch) -> npt.NDArray[np.int32]:
         """Loads the checkpoints of a step on the current stream, and returns the rows `[S, NUM_ROW_WORDS]` that the
         kernels read, on the host. Those of a step without states are padding."""

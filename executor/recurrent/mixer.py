@@ -92,6 +92,11 @@ class LayerMemory(Protocol):
         """Memory that it takes."""
         ...
 
+    @property
+    def slots(self) -> tuple[Tensor, ...]:
+        """The tensors of which a slot is a row each."""
+        ...
+
 
 class Mixer(Protocol):
     """A recurrent layer without what surrounds it in the network. `grid_tokens`: a checkpoint can be taken at multiples

@@ -50,6 +50,10 @@ class ConvMemory:
     def num_bytes(self) -> int:
         return self.inputs.nbytes + self.checkpoints.nbytes
 
+    @property
+    def slots(self) -> tuple[Tensor, ...]:
+        return (self.inputs,)
+
     def taps(self, inputs: Tensor, step: StateStep) -> list[Tensor]:
         """Returns the inputs that each of the `width` weights multiplies, `[T, channels]` each, for new `inputs` of
         that shape; stores these, and loads and saves checkpoints."""

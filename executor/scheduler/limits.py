@@ -83,12 +83,15 @@ class KvWindow:
 class StateLimits:
     """The memory of recurrent layers: slots, one for each sequence that may hold one at a time, and checkpoints, which
     are at multiples of `grid_tokens` (`inflight.executor.scheduler.states`). `end_token_ids` end the messages of
-    prompts."""
+    prompts. `num_host_slots` slots of host memory keep the state of preempted sequences beside host blocks; the KV of
+    `slot_tokens` tokens takes as much memory as a slot."""
 
     num_slots: int
     num_checkpoints: int
     grid_tokens: int
     end_token_ids: frozenset[int] = frozenset()
+    num_host_slots: int = 0
+    slot_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,8 @@ class SchedulerLimits:
     step. `num_host_blocks` blocks of host memory, numbered from 0, keep the KV of preempted sequences and, with
     `enable_prefix_cache`, prefixes that are evicted from the pool. A sequence waits at most `max_prefix_wait_steps`
     steps for another one that computes the prefix it needs. A step verifies at most `max_drafts` drafted tokens of a
-    sequence. `kv_window` is set if layers with a sliding window have a pool of their own, and `states` if layers are
-    recurrent; then there are no host blocks.
+    sequence. `kv_window` is set if layers with a sliding window have a pool of their own; then there are no host
+    blocks. `states` is set if layers are recurrent; then host blocks keep no prefixes.
     """
 
     max_num_sequences: int
@@ -118,6 +121,11 @@ class SchedulerLimits:
     max_drafts: int = 0
     kv_window: KvWindow | None = None
     states: StateLimits | None = None
+
+    @property
+    def num_host_slots(self) -> int:
+        """Slots of recurrent state in host memory."""
+        return 0 if self.states is None else self.states.num_host_slots
 
     @property
     def is_overcommitted(self) -> bool:
@@ -145,8 +153,8 @@ class SchedulerLimits:
             raise ValueError(f"max_num_sequences must be at least 1, not {self.max_num_sequences}")
         if self.kv_window is not None and self.num_host_blocks:
             raise ValueError("host blocks need one KV pool for all layers")
-        if self.states is not None and self.num_host_blocks:
-            raise ValueError("host blocks have no recurrent state")
+        if self.states is not None and self.num_host_blocks and not self.states.num_host_slots:
+            raise ValueError("host blocks need host slots for recurrent state")
         if self.num_standby_sequences < 0:
             raise ValueError(f"num_standby_sequences must be at least 0, not {self.num_standby_sequences}")
         # Every seat gets its token in every step. With less, the last seats would wait for the first to end.

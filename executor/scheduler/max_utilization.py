@@ -191,14 +191,26 @@ class MaxUtilization:
 
     def _kept(self, sequence: Sequence, num_missing: int) -> PreemptedKv:
         is_published = self._prefix_cache.is_open_to(sequence)
-        num_wanted = num_missing + self._num_headroom_blocks()
-        return PreemptedKv.of(sequence, self._pool.block_size, num_wanted, is_published=is_published)
+        num_wanted, block_size = num_missing + self._num_headroom_blocks(), self._pool.block_size
+        kept = PreemptedKv.of(sequence, block_size, num_wanted, is_published=is_published)
+        states = self._prefix_cache.states
+        if states is None:
+            return kept
+        hashes = sequence.block_hashes[: sequence.num_computed // block_size] if is_published else ()
+        num_lost = sequence.num_computed - states.num_usable(hashes) * block_size
+        return PreemptedKv(kept.num_own_blocks, max(kept.num_lost_tokens, num_lost), states.slot_tokens)
 
     def _cost_of(self, sequence: Sequence, num_missing: int) -> float:
         kept, block_size = self._kept(sequence, num_missing), self._pool.block_size
-        if is_swap_cheaper(kept, block_size, self._cost, self._host.num_available):
+        if is_swap_cheaper(kept, block_size, self._cost, self._num_host_blocks):
             return swap_cost(kept, block_size, self._cost)
         return recompute_cost(kept, self._cost)
+
+    @property
+    def _num_host_blocks(self) -> int:
+        """Blocks that host memory has room for; none without room for the recurrent state."""
+        states = self._prefix_cache.states
+        return self._host.num_available if states is None or states.num_free_host_slots else 0
 
     # Preempting and boarding again.
 
@@ -212,7 +224,7 @@ class MaxUtilization:
         sequence.num_steps_away = 0
         sequence.num_lost_tokens = sequence.num_computed
         kept = self._kept(sequence, num_missing)
-        if is_swap_cheaper(kept, self._pool.block_size, self._cost, self._host.num_available):
+        if is_swap_cheaper(kept, self._pool.block_size, self._cost, self._num_host_blocks):
             self._swap_out(sequence, builder)
         self._queues.preempt(sequence)
         self.release_blocks(sequence)
@@ -226,7 +238,9 @@ class MaxUtilization:
         host_blocks = self._host.allocate(len(table) - first)
         if not host_blocks:
             return
-        sequence.host_copy = HostCopy(first, host_blocks, sequence.num_computed)
+        states = self._prefix_cache.states
+        host_slot = None if states is None else states.swap_out(sequence, builder)
+        sequence.host_copy = HostCopy(first, host_blocks, sequence.num_computed, host_slot)
         builder.swaps_out += zip(table[first:], host_blocks, strict=True)
         builder.swapped.append(sequence)
 
@@ -259,11 +273,14 @@ class MaxUtilization:
 
     def _restore(self, sequence: Sequence, num_found: int, builder: StepBuilder) -> None:
         """Restores from its copy in host memory what the prefix cache lacks, if the copy covers all of it, and counts
-        recomputed tokens."""
-        copy = sequence.host_copy
+        recomputed tokens. Recurrent state is restored unless a checkpoint is loaded."""
+        copy, states = sequence.host_copy, self._prefix_cache.states
         if copy is not None:
             num_known = sequence.num_tokens - sequence.num_uncomputed
-            if copy.first_index <= num_found and copy.num_computed > num_known:
+            has_more = copy.num_computed > num_known if states is None else sequence.state_load is None
+            if copy.first_index <= num_found and has_more:
+                if states is not None and copy.host_slot is not None:
+                    states.swap_in(sequence, copy.host_slot, builder)
                 host_blocks = copy.host_blocks[num_found - copy.first_index :]
                 builder.swaps_in += zip(host_blocks, sequence.block_table[num_found:], strict=False)
                 builder.swapped.append(sequence)
@@ -322,6 +339,8 @@ class MaxUtilization:
         """Gives back the host blocks."""
         if sequence.host_copy is not None:
             self._host.release(sequence.host_copy.host_blocks)
+            if self._prefix_cache.states is not None and sequence.host_copy.host_slot is not None:
+                self._prefix_cache.states.release_host_slot(sequence.host_copy.host_slot)
             sequence.host_copy = None
 
     # State.
@@ -362,10 +381,12 @@ class PreemptedKv:
 
     Blocks found in the prefix cache may be held by others as well. Published blocks of its own stay in the cache, but
     the cache is empty when a sequence is preempted: as many as are needed now are evicted from them, last block first.
+    Recurrent state, which takes as much memory as the KV of `num_state_tokens` tokens, is lost up to a checkpoint.
     """
 
     num_own_blocks: int
     num_lost_tokens: int
+    num_state_tokens: int = 0
 
     @classmethod
     def of(cls, sequence: Sequence, block_size: int, num_wanted_blocks: int, *, is_published: bool) -> PreemptedKv:
@@ -381,7 +402,7 @@ class PreemptedKv:
 
 def swap_cost(kept: PreemptedKv, block_size: int, cost: PreemptionCost) -> float:
     """Returns the cost of copying out and in again."""
-    return 2 * kept.num_own_blocks * block_size * cost.swap_token
+    return 2 * (kept.num_own_blocks * block_size + kept.num_state_tokens) * cost.swap_token
 
 
 def recompute_cost(kept: PreemptedKv, cost: PreemptionCost) -> float:

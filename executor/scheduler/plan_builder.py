@@ -77,6 +77,8 @@ class StepBuilder:
         self.stored: list[bytes] = []
         self.state_loads: list[StateLoad] = []
         self.state_saves: list[StateSave] = []
+        self.state_swaps_out: list[tuple[int, int]] = []
+        self.state_swaps_in: list[tuple[int, int]] = []
         # Sequences whose prompt is computed with this step, and those whose last token it yields, whatever the tokens
         # are.
         self.prompts_done: list[Sequence] = []
@@ -221,6 +223,8 @@ class StepBuilder:
             tuple(self.state_loads),
             tuple(self.state_saves),
             tuple(self._pooled),
+            tuple(self.state_swaps_out),
+            tuple(self.state_swaps_in),
         )
 
     def is_copy_cheaper(self, num_blocks: int, position: int) -> bool:

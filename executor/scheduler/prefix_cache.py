@@ -65,7 +65,8 @@ class PrefixCache:
 
     With a pool of its own for layers with a sliding window, a prefix is used as far as the window before its end is in
     that pool as well. It opens and closes the tables of that pool. With recurrent layers a prefix is used as far as
-    there is a checkpoint of their state at its end, and it gives and takes the slots of that state.
+    there is a checkpoint of their state at its end, and it gives and takes the slots of that state. Host memory has
+    states of preempted sequences only, so there evicted blocks are not stored.
     """
 
     def __init__(
@@ -91,6 +92,11 @@ class PrefixCache:
         # Blocks that came back from host memory since the start.
         self.num_restored = 0
 
+    @property
+    def states(self) -> StatePool | None:
+        """The slots of recurrent state; None without recurrent layers."""
+        return self._states
+
     def attach(self, sequence: Sequence, builder: StepBuilder) -> None:
         """Starts the block table with the longest published prefix, and has what follows in host memory come back.
         Tokens whose logits are needed are left to compute."""
@@ -103,7 +109,9 @@ class PrefixCache:
         block_size, hashes = self._pool.block_size, self._usable_hashes(sequence)
         if self._windows is not None:
             sequence.window_table = self._windows.open(hashes)
-        if self._states is not None:
+        if self._states is not None and self._comes_back(sequence, hashes):
+            self._states.reopen(sequence)
+        elif self._states is not None:
             num_found = _num_leading(sequence.block_hashes, self._pool.is_findable)
             self._states.open(sequence, hashes, num_found * block_size)
         sequence.block_table = self._pool.share(hashes)
@@ -128,8 +136,22 @@ class PrefixCache:
             hashes = hashes[: self._windows.num_usable(hashes)]
         if self._states is not None:
             hashes = list(takewhile(self._pool.is_findable, hashes))
+            copy = sequence.host_copy
+            if copy is not None and self._comes_back(sequence, hashes):
+                return hashes[: copy.num_computed // self._pool.block_size]
             hashes = hashes[: self._states.num_usable(hashes)]
         return hashes
+
+    def _comes_back(self, sequence: Sequence, found: ReadOnlyList[bytes]) -> bool:
+        """Returns whether a sequence that boards again behind these blocks gets its state back from host memory: its
+        copy there goes on from them, and has more than the last checkpoint."""
+        assert self._states is not None
+        copy, num_usable = sequence.host_copy, self._states.num_usable(found)
+        return (
+            copy is not None
+            and copy.first_index <= len(found)
+            and copy.num_computed > num_usable * self._pool.block_size
+        )
 
     def _attach_host(self, sequence: Sequence, hashes: ReadOnlyList[bytes], builder: StepBuilder) -> int:
         """Returns how many blocks come back from host memory."""
@@ -188,6 +210,8 @@ class PrefixCache:
             return
         if self._states is not None:
             self._states.evicted(block_hash for _, block_hash in evicted)
+            evicted.clear()
+            return
         missing = [(block, block_hash) for block, block_hash in evicted if not self._host.keep(block_hash)]
         num_storable = min(len(missing), builder.num_storable, self._host.num_available)
         # The tail of a prefix is evicted first and is of no use without its head.

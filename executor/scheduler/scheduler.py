@@ -525,13 +525,14 @@ class Scheduler:
         self.pool.check(sequence.block_table for sequence in boarded)
         if self.windows is not None:
             self.windows.check(s.window_table for s in boarded if s.window_table is not None)
+        copies = [one.host_copy for one in self._queues.preempted if one.host_copy is not None]
         if self.states is not None:
-            self.states.check(boarded, chain.from_iterable(plan.state_saves for plan in self._plans))
+            host_slots = [copy.host_slot for copy in copies if copy.host_slot is not None]
+            self.states.check(boarded, chain.from_iterable(plan.state_saves for plan in self._plans), host_slots)
         self._queues.check()
-        copies = (sequence.host_copy for sequence in self._queues.preempted)
         held = (sequence.host_prefix for sequence in boarded)
         self.host.check(
-            [copy.host_blocks for copy in copies if copy is not None],
+            [copy.host_blocks for copy in copies],
             [prefix.host_blocks for prefix in held if prefix is not None],
         )
 

@@ -130,11 +130,12 @@ class Constraint:
 class HostCopy:
     """The KV of a preempted sequence in host memory. `host_blocks[i]` holds the content of block `first_index + i` of
     its table. With the blocks before, to which other sequences hold references, it is the KV of `num_computed`
-    tokens."""
+    tokens. `host_slot` has the recurrent state behind them; None without recurrent layers."""
 
     first_index: int
     host_blocks: list[int]
     num_computed: int
+    host_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +416,8 @@ class StepPlan:
     First of all the device copies blocks, in this order: for each pair of `swaps_out` a device block to a host block,
     then for each pair of `swaps_in` a host block to a device block. `swapped` are the sequences that own this KV;
     `restored` says which positions of theirs come back. `stored` are the hashes of the evicted prefix blocks that go
-    out; they belong to no sequence.
+    out; they belong to no sequence. Slots of recurrent state are copied in the same way: for each pair of
+    `state_swaps_out` a slot to a host slot, then for each pair of `state_swaps_in` a host slot to a slot.
 
     Recurrent states are loaded from checkpoints before the rows are computed, and saved with them: `state_loads` and
     `state_saves`. `pooled` are the rows whose hidden states are needed.
@@ -443,6 +445,8 @@ class StepPlan:
     state_loads: tuple[StateLoad, ...] = ()
     state_saves: tuple[StateSave, ...] = ()
     pooled: tuple[PooledRows, ...] = ()
+    state_swaps_out: tuple[tuple[int, int], ...] = ()
+    state_swaps_in: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, rows: Iterable[PlanRow]) -> StepPlan:

@@ -27,6 +27,9 @@ conversation and at a branch, from which several sequences have gone on. One tha
 another, is needed only for a fork or an edited message, so it is dropped before one that is up to `PASSED_AGE` times as
 old. So a path holds few while others need them. Among equals the least recently used goes first, and only loading
 counts as a use: what lies on the way to a longer prefix was of no use. A checkpoint whose block is evicted is dropped.
+
+A preempted sequence whose KV goes to host memory has its slot copied to a host slot, and back to another slot when it
+boards again.
 """
 
 from __future__ import annotations
@@ -92,6 +95,7 @@ class StatePool:
         self._limits = limits
         self._block_size = block_size
         self._free_slots = list(range(limits.num_slots))[::-1]
+        self._free_host_slots = list(range(limits.num_host_slots))[::-1]
         self._free = list(range(limits.num_checkpoints))[::-1]
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         # Those of them that their sequence has passed, the first to be dropped first.
@@ -135,6 +139,40 @@ class StatePool:
         if sequence.state_slot is not None:
             self._free_slots.append(sequence.state_slot)
         sequence.state_slot = sequence.state_load = sequence.newest_state = sequence.state_name = None
+
+    # Host memory.
+
+    @property
+    def slot_tokens(self) -> int:
+        """Tokens whose KV takes as much memory as a slot."""
+        return self._limits.slot_tokens
+
+    @property
+    def num_free_host_slots(self) -> int:
+        """Preempted sequences whose state host memory still has room for."""
+        return len(self._free_host_slots)
+
+    def swap_out(self, sequence: Sequence, builder: StepBuilder) -> int:
+        """Has the plan copy the slot of a sequence to a host slot, which it returns. One must be free."""
+        assert sequence.state_slot is not None
+        host_slot = self._free_host_slots.pop()
+        builder.state_swaps_out.append((sequence.state_slot, host_slot))
+        return host_slot
+
+    def reopen(self, sequence: Sequence) -> None:
+        """Gives a slot to a sequence whose state comes back from host memory."""
+        sequence.state_slot = self._free_slots.pop()
+
+    def swap_in(self, sequence: Sequence, host_slot: int, builder: StepBuilder) -> None:
+        """Has the plan copy a host slot to the slot of a sequence."""
+        assert sequence.state_slot is not None
+        builder.state_swaps_in.append((host_slot, sequence.state_slot))
+
+    def release_host_slot(self, host_slot: int) -> None:
+        """Frees a host slot. The plan that is made may copy it back, but takes no other state out any more."""
+        self._free_host_slots.append(host_slot)
+
+    # Places.
 
     def last_place(self, sequence: Sequence, end: int) -> int:
         """Returns the last position up to `end` at which a sequence saves the state of its prompt; 0 if there is
@@ -223,8 +261,11 @@ class StatePool:
             self._names,
         )
 
-    def check(self, holders: Iterable[Sequence], saves: Iterable[StateSave]) -> None:
-        """Asserts that exactly these sequences have slots, and exactly these checkpoints are being written."""
+    def check(self, holders: Iterable[Sequence], saves: Iterable[StateSave], host_slots: Iterable[int]) -> None:
+        """Asserts that exactly these sequences have slots, exactly these checkpoints are being written, and exactly
+        these host slots are in use."""
+        kept = sorted([*host_slots, *self._free_host_slots])
+        assert kept == list(range(self._limits.num_host_slots)), f"host slots: {kept}"
         slots = [sequence.state_slot for sequence in holders if sequence.state_slot is not None]
         assert sorted([*slots, *self._free_slots]) == list(range(self._limits.num_slots)), f"state slots: {slots}"
         written = [save.checkpoint for save in saves]

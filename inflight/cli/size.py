@@ -118,7 +118,10 @@ def _seats(flags: argparse.Namespace, pool: Pool, traffic: Traffic) -> tuple[str
     """Returns the policy, and the seats of the pool without eviction and with `max_utilization`."""
     free = seats_without_eviction(pool.num_blocks, pool.tokens_per_block, traffic)
     full = seats_at_max_utilization(pool.num_blocks, pool.tokens_per_block, traffic)
-    return flags.batch_scheduler_policy or better_policy(free, full, flags.max_num_sequences), free, full
+    better = better_policy(free, full, flags.max_num_sequences)
+    if pool.num_host_slots:
+        better = "max_utilization"  # without it no sequence goes to host memory
+    return flags.batch_scheduler_policy or better, free, full
 
 
 def _with_seats(

@@ -1,5 +1,5 @@
-"""A short `make chaos` on the tiny model: real processes die under load, and no token is lost or comes twice; adapters
-change under load, and no request gets the tokens of another version."""
+"""A short `make chaos` on the tiny models: real processes die under load, and no token is lost or comes twice; adapters
+change under load, and no request gets the tokens of another version. And a short `make soak`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 LAST_LINE = re.compile(r"chaos: requests=(\d+) deaths=(\d+) resumed=(\d+) lost=0 duplicated=0 leaked_blocks=0")
 
 
-def run_chaos(folder: Path, *options: str) -> tuple[int, int]:
+def run_chaos(folder: Path, *options: str, model: str = "tiny") -> tuple[int, int]:
     """Runs it, and returns the numbers of requests and deaths."""
-    command = [sys.executable, "-m", "inflight.bench.chaos", "--model", "tiny", "--seed", "5", "--copies"]
+    command = [sys.executable, "-m", "inflight.bench.chaos", "--model", model, "--seed", "5", "--copies"]
     folders = ("--run-dir", str(folder), "--out", str(folder))
     ended = subprocess.run([*command, *options, *folders], capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -47,3 +47,23 @@ def test_adapters_change_under_chaos_and_no_request_gets_another_version(tmp_pat
     report = json.loads((tmp_path / "chaos.json").read_text(encoding="utf-8"))
     assert report["num_adapted"] > 10
     assert sum(number for kind, number in report["faults"].items() if kind.startswith("adapter-")) >= 2
+
+
+def test_no_token_of_a_model_with_recurrent_state_is_lost_or_comes_twice(tmp_path: Path) -> None:
+    """With adapters that change."""
+    faults = (*("--faults", "executor-kill,router-kill,redis-empty,adapter-replace"), "--adapters", "3")
+    num_requests, num_deaths = run_chaos(tmp_path, "--seconds", "14", *faults, model="tiny-hybrid")
+    assert num_requests > 20
+    assert num_deaths >= 1
+
+
+def test_short_soak_of_a_model_with_recurrent_state_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "inflight.bench.soak", "--model", "tiny-hybrid", "--seconds", "8"]
+    folders = ("--run-dir", str(tmp_path), "--out", str(tmp_path))
+    ended = subprocess.run([*command, *folders], capture_output=True, text=True, timeout=500, check=False)
+    # It is too short to tell growth from a warm-up.
+    found = re.fullmatch(r"soak: seconds=\d+ requests=(\d+) failed=0 flat=\w+", ended.stdout.splitlines()[-1])
+    assert found is not None, ended.stdout + ended.stderr
+    assert int(found[1]) > 10
+    left = json.loads((tmp_path / "soak.json").read_text(encoding="utf-8"))["left"]
+    assert set(left.values()) == {0}

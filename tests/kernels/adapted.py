@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from inflight.common.model_source import resolve_model
 from inflight.executor.adapters.peft_files import parse, read_files
-from inflight.executor.adapters.weights import MATRICES, AdapterLimits, AdapterMatrix, AdapterWeights
-from inflight.executor.checkpoint.decoder_weights import DecoderShape
+from inflight.executor.adapters.weights import AdapterLimits, AdapterMatrix, AdapterWeights
+from inflight.executor.checkpoint.decoder_weights import PROJECTIONS, DecoderShape
 from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.adapters import PARTS, AdapterSlots, Product
 from inflight.executor.gpu.decoder import GpuDecoder
@@ -34,11 +34,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def random_weights(shape: DecoderShape, rank: int, seed: int, skipped: frozenset[int] = frozenset()) -> AdapterWeights:
-    """An adapter without the entries `skipped` of `MATRICES`."""
+    """An adapter without the entries `skipped` of `PROJECTIONS`."""
     generator = torch.Generator().manual_seed(seed)
     layers: list[tuple[AdapterMatrix | None, ...]] = []
     modules = [size for _, size in AdapterLimits(shape, rank).modules()]
-    for first in range(0, len(modules), len(MATRICES)):
+    for first in range(0, len(modules), len(PROJECTIONS)):
         layers.append(
             tuple(
                 None
@@ -48,7 +48,7 @@ def random_weights(shape: DecoderShape, rank: int, seed: int, skipped: frozenset
                     torch.randn(outputs, rank, generator=generator) / rank**0.5,
                     0.5 + at,
                 )
-                for at, (outputs, inputs) in enumerate(modules[first : first + len(MATRICES)])
+                for at, (outputs, inputs) in enumerate(modules[first : first + len(PROJECTIONS)])
             )
         )
     return AdapterWeights(tuple(layers))

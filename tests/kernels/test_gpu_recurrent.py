@@ -23,9 +23,13 @@ from transformers import (
 
 from inflight.common.kv_size import num_slots
 from inflight.common.model_source import resolve_model
+from inflight.common.settings import SettingError
+from inflight.executor.adapters.peft_files import parse, read_files
+from inflight.executor.adapters.weights import AdapterLimits
 from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.graphs import Bucket, Capture
 from inflight.executor.gpu.runner import GpuRunner
+from inflight.executor.loader import load_executor
 from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.recurrent.gpu_mixer import GpuMixer
@@ -35,9 +39,11 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.limits import Overcommit, SchedulerLimits, SchedulerPolicy, StateLimits
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import PlanRow, Sequence, StepPlan
+from inflight.executor.settings import ExecutorSettings
 from inflight.executor.step.batch import pack
 from tests.kernels.pins import compile_for, faults
 from tests.kernels.test_gpu_graphs import Captured
+from tests.kernels.test_gpu_network import Counted
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS
 from tests.property.test_hybrid_models import TOKENS, sequence_of
 from tests.property.test_native_hybrid import WITH_EXPERTS
@@ -57,6 +63,8 @@ from tests.support.device.greedy import assert_greedy
 from tests.support.device.mixers import num_columns, vector_sizes
 from tests.support.scheduler.drafting import CHEAP, GuessingProposer, eager
 from tests.support.scheduler.scheduling import run_overlapped
+from tests.unit.test_adapter_logits import CONFIGS as ADAPTERS
+from tests.unit.test_adapter_logits import peft_adapter
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, NUM_CHECKPOINTS = 40, 4
@@ -141,15 +149,19 @@ def load(folder: Path, device_name: str = "cpu", dtype_name: str = "float32") ->
     return load_model(source, dtype_name=dtype_name, backend_name="triton", device_name=device_name)
 
 
-def check_logits(folder: Path, model: PagedModel, length: int, chunks: tuple[int, ...]) -> None:
-    """Asserts that logits of all positions are those of transformers, in float32."""
-    network: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def check_logits(
+    folder: Path, model: PagedModel, length: int, chunks: tuple[int, ...], merged: Any = None, slot: int | None = None
+) -> None:
+    """Asserts that logits of all positions are those of transformers, in float32. With the adapter in `slot` they are
+    those of the `merged` model."""
+    network: Any = merged or AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     assert isinstance(model.forward, GpuForward)
     assert model.forward.states is not None
     model.forward.states.reserve(StateSizes(2, 0, MAX_DRAFTS))
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     sequence = sequence_of("r", TOKENS[:length], 1)
     sequence.state_slot, sequence.block_table = 1, list(range(1, 1 + -(-length // BLOCK_SIZE)))
+    sequence.adapter_slot = slot
     logits, start = [], 0
     for chunk in chunks:
         batch = pack(StepPlan.of([PlanRow(sequence, start, chunk, samples=True)]), BLOCK_SIZE)
@@ -195,9 +207,9 @@ def check_runner(folder: Path, model: PagedModel, capture_graphs: Capture | None
     runner.close()
 
 
-def check_drafts(model: PagedModel, capture_graphs: Capture | None, num_tokens: int) -> None:
+def check_drafts(model: PagedModel, capture_graphs: Capture | None, num_tokens: int, num_host_slots: int = 0) -> None:
     """Asserts that requests get with drafts, of which some are wrong, and with so few blocks that they are preempted,
-    the tokens that they get alone."""
+    the tokens that they get alone. With host slots their KV and states come back from host memory."""
     prompts = (TOKENS[:61], TOKENS[100:130], TOKENS[40:45])
     few = Overcommit(watermark=0.0, margin=0.0, max_steps_away=100_000)
     expected = []
@@ -213,6 +225,9 @@ def check_drafts(model: PagedModel, capture_graphs: Capture | None, num_tokens: 
         return (right + 1) % VOCABULARY_SIZE if len(ids) % 4 == 0 else right
 
     limits = limits_of(model, max_drafts=MAX_DRAFTS, policy=SchedulerPolicy.MAX_UTILIZATION, overcommit=few)
+    assert limits.states is not None
+    host = replace(limits.states, num_host_slots=num_host_slots)
+    limits = replace(limits, states=host, num_host_blocks=NUM_BLOCKS if num_host_slots else 0)
     drafting = eager(lambda: GuessingProposer(guess), checks_grammar=False)
     scheduler = Scheduler(limits, BlockPool(8, BLOCK_SIZE), drafting)
     drafted = [sequence_of(str(number), prompt, num_tokens) for number, prompt in enumerate(prompts)]
@@ -221,6 +236,7 @@ def check_drafts(model: PagedModel, capture_graphs: Capture | None, num_tokens: 
     run_requests(model, limits, drafted, scheduler, capture_graphs)
     assert [sequence.token_ids for sequence in drafted] == expected
     assert scheduler.num_preemptions > 0
+    assert (scheduler.num_recomputed_tokens == 0) == (num_host_slots > 0)
     assert 0 < scheduler.draft_counts.num_accepted < scheduler.draft_counts.num_verified
 
 
@@ -257,11 +273,59 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     check_logits(folder, load(folder), 67, (3, 1, 59, 1, 3))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_logits_with_an_adapter_are_those_of_the_merged_model(tmp_path: Path) -> None:
+    folder, adapter = save_model(FAMILY["lfm2"], tmp_path / "lfm2", has_random_vectors=True), tmp_path / "adapter"
+    merged, model = peft_adapter(folder, adapter, ADAPTERS["hybrid"]), load(folder)
+    assert isinstance(model.forward, GpuForward)
+    decoder = model.forward.decoder
+    decoder.reserve_adapters(2, 16)
+    decoder.load_adapter(1, parse(read_files(adapter), AdapterLimits(decoder.shape, 16)))
+    check_logits(folder, model, 35, (3, 1, 30, 1), merged, 1)
+    check_logits(folder, model, 5, (4, 1))
+
+
+def test_adapters_beside_gates_of_attention_are_refused(tmp_path: Path) -> None:
+    folder = save_model(FAMILY["qwen3_5"], tmp_path / "model")
+    settings = ExecutorSettings(
+        model=str(folder), device="cpu", dtype="float32", attention_backend="triton", adapter_folder=tmp_path
+    )
+    with pytest.raises(SettingError, match="adapters of models whose attention has gates need a CPU"):
+        load_executor(settings)
+
+
 @pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_logits_of_models_with_experts_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Loading compares them, in chunks and decodes."""
     folder = save_model(WITH_EXPERTS[name], tmp_path / name, has_random_vectors=True)
     assert isinstance(load(folder).forward, GpuForward)
+
+
+# A layer has four products of torch's, two norms and the gate of the feed-forward layer; attention has one kernel that
+# writes KV and two that read it, a convolution one kernel and a gated delta net three. One norm, two products of
+# embedding and head, and the gates of Qwen3.5's attention.
+@pytest.mark.parametrize(("name", "num_operations", "num_kernels"), [("lfm2", 14, 15), ("qwen3_5", 12, 13)])
+def test_decodes_have_few_launches_whatever_their_number(
+    name: str, num_operations: int, num_kernels: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(save_model(FAMILY[name], tmp_path / name))
+    assert isinstance(model.forward, GpuForward)
+    assert model.forward.states is not None
+    model.forward.states.reserve(StateSizes(3, 0, MAX_DRAFTS))
+    model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+    for num_sequences in (1, 3):
+        rows = []
+        for slot in range(num_sequences):
+            sequence = sequence_of(str(slot), [5], 1)
+            sequence.state_slot, sequence.block_table = slot, [1 + slot]
+            rows.append(PlanRow(sequence, 0, 1, samples=True))
+        batch = pack(StepPlan.of(rows), BLOCK_SIZE)
+        states = model.forward.decoder.recurrent_states
+        assert states is not None
+        batch = replace(batch, state_rows=torch.from_numpy(states.follow(batch)))
+        with Counted(monkeypatch) as counted:
+            model.forward.decoder.forward(batch, model.kv)
+        assert (counted.num_operations, counted.num_kernels) == (num_operations, num_kernels)
 
 
 @pytest.mark.slow
@@ -287,4 +351,5 @@ def test_tokens_of_replayed_steps_are_those_of_transformers(tmp_path: Path, name
 @pytest.mark.parametrize("name", FAMILY)
 def test_tokens_do_not_depend_on_drafts_and_preemption(tmp_path: Path, name: str) -> None:
     folder = save_model(FAMILY[name], tmp_path / name, has_random_vectors=True)
-    check_drafts(load(folder), None, 12)
+    for num_host_slots in (0, 3):
+        check_drafts(load(folder), None, 12, num_host_slots)

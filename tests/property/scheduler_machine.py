@@ -80,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts: str | None,
         num_ahead: int,
         window_tokens: int | None,
-        states: tuple[int, int] | None,
+        states: tuple[int, int, int] | None,
         copy_s: float,
         copy_cost: CopyCost | None,
     ) -> None:

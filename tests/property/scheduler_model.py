@@ -140,17 +140,24 @@ def with_window(limits: SchedulerLimits, num_tokens: int | None, block_size: int
     return replace(limits, kv_window=window, num_host_blocks=0)
 
 
-# Checkpoints of recurrent state, and the blocks between two of their places; None: no layer is recurrent.
-STATES = st.sampled_from((None, None, (0, 1), (1, 1), (3, 2), (40, 1), (40, 3)))
+# Checkpoints of recurrent state, the blocks between two of their places, and slots in host memory; None: no layer is
+# recurrent.
+STATES = st.sampled_from((None, None, (0, 1, 0), (1, 1, 1), (3, 2, 4), (40, 1, 0), (40, 1, 9), (40, 3, 9)))
 
 
-def with_states(limits: SchedulerLimits, states: tuple[int, int] | None, block_size: int) -> SchedulerLimits:
+def with_states(limits: SchedulerLimits, states: tuple[int, int, int] | None, block_size: int) -> SchedulerLimits:
     """The same limits with as few slots of recurrent state as there may be."""
     if states is None:
         return limits
-    num_checkpoints, num_blocks = states
-    slots = StateLimits(num_slots(limits.max_num_sequences), num_checkpoints, num_blocks * block_size, frozenset({1}))
-    return replace(limits, states=slots, num_host_blocks=0)
+    num_checkpoints, num_blocks, num_host_slots = states
+    slots = StateLimits(
+        num_slots(limits.max_num_sequences),
+        num_checkpoints,
+        num_blocks * block_size,
+        frozenset({1}),
+        num_host_slots if limits.num_host_blocks else 0,
+    )
+    return replace(limits, states=slots, num_host_blocks=limits.num_host_blocks if num_host_slots else 0)
 
 
 def unready_constraint() -> Constraint:

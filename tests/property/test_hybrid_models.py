@@ -23,6 +23,7 @@ from transformers import (
 
 from inflight.common.kv_size import num_slots
 from inflight.common.model_source import resolve_model
+from inflight.executor.adapters.weights import AdapterLimits
 from inflight.executor.forward.forward import StateMemory
 from inflight.executor.forward.hybrid import HybridForward
 from inflight.executor.forward.native import NativeForward
@@ -45,6 +46,7 @@ from inflight.executor.scheduler.sequence import (
 )
 from inflight.executor.speculation.choice import choose_proposer
 from inflight.executor.step.batch import pack
+from tests.property.test_shards import random_adapter
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.torch_threads import torch_threads
 from tests.support.examples import examples
@@ -53,7 +55,7 @@ from tests.support.scheduler.drafting import CHEAP, EagerBudget
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
 
-BLOCK_SIZE, CONTEXT_LENGTH, MAX_DRAFTS, NUM_BLOCKS = 16, 256, 5, 160
+BLOCK_SIZE, CONTEXT_LENGTH, MAX_DRAFTS, NUM_BLOCKS, NUM_ADAPTERS = 16, 256, 5, 160, 2
 CONFIGS: dict[str, PretrainedConfig] = {
     # Odd sizes: 5 heads of 12 on one KV head, four weights of a convolution, biases.
     "lfm2": Lfm2Config(
@@ -159,16 +161,21 @@ Output = tuple[list[int], list[TokenLogprobs | None]]
 
 
 class Request(NamedTuple):
-    """A prompt that begins with `num_shared` tokens that others begin with as well, and has some of its own."""
+    """A prompt that begins with `num_shared` tokens that others begin with as well, and has some of its own. `adapter`
+    is a slot, which models in C++ have."""
 
     num_shared: int
     num_own: int
     is_greedy: bool
+    adapter: int | None = None
 
     def sequence(self, name: str, num_tokens: int) -> Sequence:
         prompt = TOKENS[: self.num_shared] + TOKENS[200 : 200 + self.num_own]
         sampling = GREEDY if self.is_greedy else Sampling(0.9, 20, 0.9, self.num_own)
-        return sequence_of(name, prompt, num_tokens, sampling)
+        made = sequence_of(name, prompt, num_tokens, sampling)
+        if self.adapter is not None:
+            made.adapter_slot, made.adapter_hash = self.adapter, bytes([self.adapter]) * 32
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +200,14 @@ class Case:
         assert self.model.forward.states is not None
         return self.model.forward.states
 
-    def limits(self, num_checkpoints: int, **changes: Any) -> SchedulerLimits:
+    def limits(self, num_checkpoints: int, num_host_slots: int = 0, **changes: Any) -> SchedulerLimits:
         """Makes room for the state, and returns the limits."""
-        limits = replace(LIMITS, **changes)
+        limits = replace(LIMITS, **changes, num_host_blocks=NUM_BLOCKS if num_host_slots else 0)
         slots = num_slots(limits.max_num_sequences)
         self.states.reserve(StateSizes(slots, num_checkpoints, MAX_DRAFTS))
         grid_tokens = max(BLOCK_SIZE, self.states.grid_tokens)
-        return replace(limits, states=StateLimits(slots, num_checkpoints, grid_tokens, frozenset({2})))
+        states = StateLimits(slots, num_checkpoints, grid_tokens, frozenset({2}), num_host_slots)
+        return replace(limits, states=states)
 
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
@@ -210,6 +218,11 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         model = load_model(resolve_model(str(folder)), dtype_name="float32", device_name="cpu")
         assert isinstance(model.forward, NativeForward if name in NATIVE else HybridForward)
         model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
+        if isinstance(model.forward, NativeForward):
+            decoder = model.forward.decoder
+            decoder.reserve_adapters(NUM_ADAPTERS, 8)
+            for slot in range(NUM_ADAPTERS):
+                decoder.load_adapter(slot, random_adapter(AdapterLimits(decoder.shape, 8), 3 + slot, slot))
         yield Case(model, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), {})
 
 
@@ -246,9 +259,9 @@ class Run:
     """The output and log probabilities of each request, and what happened meanwhile."""
 
     outputs: dict[str, Output]
-    num_hit_tokens: int
     num_preemptions: int
-    num_accepted: int
+    num_recomputed_tokens: int
+    num_swapped_in: int
 
 
 def run(
@@ -266,6 +279,7 @@ def run(
     runner = ModelRunner(case.model, limits, BLOCK_SIZE)
     launched: deque[tuple[StepPlan, Any]] = deque()
     outputs: dict[str, Output] = {}
+    num_swapped_in = 0
     for crowd in crowds:
         waiting = crowd
         while waiting or launched or not scheduler.is_idle:
@@ -276,6 +290,7 @@ def run(
             scheduler.check()
             if plan.rows:
                 launched.append((plan, runner.launch(plan)))
+                num_swapped_in += len(plan.state_swaps_in)
             while len(launched) > int(bool(plan.rows) and ahead):
                 done, pending = launched.popleft()
                 for event in scheduler.update(StepResult(done, pending.result(), pending.logprobs())).finished:
@@ -285,9 +300,7 @@ def run(
                     outputs[sequence.request_id] = ids, [sequence.logprobs.get(i) for i in range(len(ids))]
     runner.close()
     scheduler.check_when_idle()
-    return Run(
-        outputs, scheduler.prefix_cache.num_hit_tokens, scheduler.num_preemptions, scheduler.draft_counts.num_accepted
-    )
+    return Run(outputs, scheduler.num_preemptions, scheduler.num_recomputed_tokens, num_swapped_in)
 
 
 REQUESTS = st.builds(
@@ -295,6 +308,7 @@ REQUESTS = st.builds(
     st.sampled_from((0, 16, 17, 48, 63, 64, 65, 128, 150)),
     st.sampled_from((1, 17, 30)),
     st.booleans(),
+    st.sampled_from((None, *range(NUM_ADAPTERS))),
 )
 MOST_TOKENS = 24
 # They come one after the other. Each request asks for some tokens.
@@ -312,6 +326,7 @@ CROWDS = st.lists(
     drafts=st.booleans(),
     ahead=st.booleans(),
     num_blocks=st.sampled_from((17, 24, NUM_BLOCKS)),
+    num_host_slots=st.sampled_from((0, 1, 4)),
 )
 def test_a_request_gets_the_same_tokens_however_it_is_computed(
     case: Case,
@@ -322,8 +337,12 @@ def test_a_request_gets_the_same_tokens_however_it_is_computed(
     drafts: bool,
     ahead: bool,
     num_blocks: int,
+    num_host_slots: int,
 ) -> None:
-    """Alone; in a batch, in any chunks, behind any prefix, with any number of seats, after preemption, with drafts."""
+    """Alone; in a batch, in any chunks, behind any prefix, with any number of seats, after preemption, with drafts,
+    among rows of other adapters."""
+    if not isinstance(case.model.forward, NativeForward):
+        crowds = [[(request._replace(adapter=None), num_tokens) for request, num_tokens in crowd] for crowd in crowds]
     expected = {
         f"{i}/{j}": case.alone(request, num_tokens)
         for i, crowd in enumerate(crowds)
@@ -338,7 +357,11 @@ def test_a_request_gets_the_same_tokens_however_it_is_computed(
             sequence.num_reserved_blocks = len(sequence.token_ids) // BLOCK_SIZE + 1
     policy = SchedulerPolicy.GUARANTEED_NO_EVICT if num_blocks == NUM_BLOCKS else SchedulerPolicy.MAX_UTILIZATION
     limits = case.limits(
-        num_checkpoints, max_num_tokens=max_num_tokens, max_num_sequences=max_num_sequences, policy=policy
+        num_checkpoints,
+        num_host_slots,
+        max_num_tokens=max_num_tokens,
+        max_num_sequences=max_num_sequences,
+        policy=policy,
     )
 
     found = run(case, limits, sequences, num_blocks, drafts=drafts, ahead=ahead)
@@ -351,3 +374,50 @@ def test_a_request_gets_the_same_tokens_however_it_is_computed(
             # The products of transformers' modules round by the rows of a batch.
             tolerance = 0.0 if isinstance(case.model.forward, NativeForward) else 1e-4
             assert ours.logprob == pytest.approx(theirs.logprob, rel=0.0, abs=tolerance)
+
+
+def test_a_state_of_one_adapter_is_never_used_with_another(case: Case) -> None:
+    if not isinstance(case.model.forward, NativeForward):
+        pytest.skip("only models in C++ have adapters")
+    # Given a prompt that the base and each adapter have computed, whose checkpoints are all kept
+    adapters = (None, *range(NUM_ADAPTERS))
+    requests = [Request(128, 17, is_greedy=True, adapter=adapter) for adapter in adapters]
+    expected = [case.alone(request, 8) for request in requests]
+    assert len({str(output) for output in expected}) == len(requests)
+
+    # When each comes twice, one after the other
+    names = [(f"{turn}/{number}", request) for turn in range(2) for number, request in enumerate(requests)]
+    crowds = [[request.sequence(name, 8)] for name, request in names]
+    limits = case.limits(60)
+    found = run(case, limits, crowds, NUM_BLOCKS)
+
+    # Then the second time of each finds its own prefix, and no other
+    for name, output in found.outputs.items():
+        assert output == expected[int(name[-1])]
+    assert limits.states is not None
+    grid, length = limits.states.grid_tokens, len(crowds[0][0].token_ids) - 8
+    num_cached = [sequence.num_cached_tokens for (sequence,) in crowds]
+    assert num_cached == [0] * len(requests) + [length // grid * grid] * len(requests)
+
+
+@pytest.mark.parametrize("num_checkpoints", [0, 60])
+def test_a_preempted_request_goes_on_with_its_state_from_host_memory(case: Case, num_checkpoints: int) -> None:
+    # Given requests that share no block, and as many blocks as two of them need
+    requests = [Request(*lengths, is_greedy=True) for lengths in ((1, 60), (2, 88), (3, 27), (4, 71))]
+    few = Overcommit(watermark=0.0, margin=0.0, max_steps_away=100_000)
+    found = {}
+    for num_host_slots in (0, 4):
+        sequences = [request.sequence(str(number), MOST_TOKENS) for number, request in enumerate(requests)]
+        for sequence in sequences:
+            sequence.num_reserved_blocks = sequence.num_prompt_tokens // BLOCK_SIZE + 1
+        limits = case.limits(num_checkpoints, num_host_slots, policy=SchedulerPolicy.MAX_UTILIZATION, overcommit=few)
+        found[num_host_slots] = run(case, limits, [sequences], 18, ahead=True)
+
+    computed, copied = found[0], found[4]
+    assert copied.num_swapped_in == copied.num_preemptions > 0
+    assert computed.num_recomputed_tokens > 0 == copied.num_recomputed_tokens
+    for name, (ids, logprobs) in copied.outputs.items():
+        expected_ids, expected = case.alone(requests[int(name)], MOST_TOKENS)
+        assert ids == expected_ids
+        if isinstance(case.model.forward, NativeForward):
+            assert logprobs == expected

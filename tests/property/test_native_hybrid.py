@@ -26,7 +26,7 @@ from inflight.executor.model.model import PagedModel
 from inflight.executor.recurrent.mixer import StateSizes
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
 from inflight.executor.step.batch import pack
-from tests.property.test_hybrid_models import BLOCK_SIZE, CONFIGS, NATIVE, NUM_BLOCKS, TOKENS, sequence_of
+from tests.property.test_hybrid_models import BLOCK_SIZE, CONFIGS, NUM_BLOCKS, TOKENS, sequence_of
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.native_builds import INSTRUCTION_SETS
 from tests.support.device.torch_threads import torch_threads

@@ -58,7 +58,7 @@ def test_every_request_gets_its_solo_output_however_small_the_pool_and_the_chunk
     allowance: PrefillAllowance | None,
     drafts: str | None,
     window_tokens: int | None,
-    states: tuple[int, int] | None,
+    states: tuple[int, int, int] | None,
     choice: st.DataObject,
 ) -> None:
     """Requests come back with a new attempt until they are taken, as routers do."""

@@ -27,6 +27,7 @@ from inflight.local.stack import LocalStack
 from inflight.local.state import read_state
 from tests.integration.test_executor_metrics import documented
 from tests.property.test_hybrid_models import CONFIGS as TEXT_CONFIGS
+from tests.property.test_hybrid_models import TOKENS, Case, run, sequence_of
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.stack.executor_death import finished_after_death
 from tests.support.stack.executors_linked import wait_for_executors
@@ -112,6 +113,26 @@ async def test_request_continues_with_its_tokens_when_its_executor_dies(hybrid_s
     assert continued.token_ids == whole.token_ids
 
 
+def test_executor_has_host_memory_for_preempted_requests(hybrid_model: Path) -> None:
+    settings = ExecutorSettings(
+        model=str(hybrid_model),
+        device="cpu",
+        dtype="float32",
+        num_threads=1,
+        max_num_sequences=4,
+        max_num_tokens=48,
+        max_tokens_in_paged_kv_cache=208,
+        batch_scheduler_policy="max_utilization",
+        kv_cache_host_memory_bytes=2_000_000,
+    )
+    loaded = load_executor(settings)
+    sequences = [sequence_of(str(number), TOKENS[number : number + 40], 60) for number in range(4)]
+    for sequence in sequences:
+        sequence.num_reserved_blocks = 3
+    found = run(Case(loaded.model, None, {}), loaded.limits, [sequences], loaded.num_blocks)
+    assert found.num_swapped_in == found.num_preemptions > 0 == found.num_recomputed_tokens
+
+
 def test_ranks_are_refused_by_name(hybrid_model: Path) -> None:
     with pytest.raises(
         ModelError, match=r"tensor parallelism needs the native forward pass .* it has recurrent layers"
@@ -136,7 +157,10 @@ def test_a_model_for_images_is_served_for_its_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"kv_cache_host_memory_bytes": 1_000_000}, "kv_cache_host_memory_bytes is for models without recurrent"),
+        (
+            {"kv_cache_host_memory_bytes": 1_000_000},
+            "only batch_scheduler_policy=max_utilization with batching=inflight",
+        ),
         ({"weight_dtype": "fp8"}, "fp8 weights need the native forward pass on a GPU"),
         (
             {"attention_backend": "triton", "forward": "transformers"},
@@ -146,7 +170,6 @@ def test_a_model_for_images_is_served_for_its_text(tmp_path: Path) -> None:
             {"attention_backend": "triton", "kv_cache_dtype": "fp8"},
             "its recurrent layers run on a GPU without kv_cache_dtype",
         ),
-        ({"adapter_folder": "."}, "adapter_folder=.: adapters of models with recurrent layers"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -16,12 +16,14 @@ from inflight.executor.adapters.errors import AdapterError
 from inflight.executor.adapters.folder import AdapterFolder
 from inflight.executor.adapters.peft_files import (
     CONFIG_FILE,
+    PREFIX,
     WEIGHTS_FILE,
     AdapterFiles,
     parse,
     read_files,
 )
-from inflight.executor.adapters.weights import MATRICES, AdapterWeights
+from inflight.executor.adapters.weights import AdapterWeights
+from inflight.executor.checkpoint.decoder_weights import PROJECTIONS
 from tests.support.checkpoints.adapter_files import LIMITS, TARGETS, save_adapter, tensors
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -51,7 +53,7 @@ def read(folder: Path) -> AdapterWeights:
         ({"target_modules": [*TARGETS, "router"]}, "target_modules names 'router'"),
         ({"target_modules": None}, "target_modules is missing"),
         ({"target_modules": "("}, "target_modules is not a regular expression"),
-        ({"target_modules": ["q_proj"]}, "which is not of a projection that target_modules names"),
+        ({"target_modules": ["q_proj"]}, "which is not of a projection of attention or of"),
         ({"layers_to_transform": [0, 2]}, "layers_to_transform has layer 2"),
         ({"r": 0}, "r must be an integer of at least 1, not 0"),
         ({"r": True}, "r must be an integer"),
@@ -110,8 +112,8 @@ def test_patterns_decide_the_targets_as_in_peft(tmp_path: Path) -> None:
         use_rslora=True,
     )
     first, second = read(folder).layers
-    assert first == (None,) * len(MATRICES)
-    scales = {name: matrix.scale for name, matrix in zip(MATRICES, second, strict=True) if matrix is not None}
+    assert first == (None,) * len(PROJECTIONS)
+    scales = {name: matrix.scale for name, matrix in zip(PROJECTIONS, second, strict=True) if matrix is not None}
     assert scales == {"self_attn.q_proj": 1.0, "mlp.up_proj": 4.0}
 
 
@@ -162,8 +164,31 @@ def test_model_with_experts_has_adapters_of_attention_only(tmp_path: Path) -> No
         parse(read_files(everywhere), limits)
     folder = save_adapter(tmp_path / "attention", weights=tensors(0, 4, tuple(attention)), target_modules=attention)
     for layer in parse(read_files(folder), limits).layers:
-        changed = [name for name, matrix in zip(MATRICES, layer, strict=True) if matrix is not None]
+        changed = [name for name, matrix in zip(PROJECTIONS, layer, strict=True) if matrix is not None]
         assert changed == ["self_attn.q_proj", "self_attn.o_proj"]
+
+
+def test_recurrent_layers_have_adapters_of_their_feed_forward_layers_only(tmp_path: Path) -> None:
+    """An LFM2, whose `out_proj` are of attention and of convolutions."""
+    names = (*PROJECTIONS[:3], "self_attn.out_proj", *(f"feed_forward.{name}" for name in ("w1", "w3", "w2")))
+    limits = replace(LIMITS, shape=replace(LIMITS.shape, recurrent_layers=(0,), projections=names))
+    with pytest.raises(AdapterError, match="target_modules names 'in_proj', which is no projection of attention"):
+        parse(read_files(save_adapter(tmp_path / "in", target_modules=["in_proj"])), limits)
+
+    targets = ("out_proj", "w1")
+    weights = tensors(0, 4, targets, limits)
+    folder = save_adapter(tmp_path / "right", weights=weights, target_modules=list(targets))
+    convolution, attention = parse(read_files(folder), limits).layers
+    changed = [
+        {name for name, matrix in zip(names, layer, strict=True) if matrix is not None}
+        for layer in (convolution, attention)
+    ]
+    assert changed == [{"feed_forward.w1"}, {"feed_forward.w1", "self_attn.out_proj"}]
+
+    of_convolution = {f"{PREFIX}model.layers.0.conv.out_proj.lora_{side}.weight": torch.zeros(4, 64) for side in "AB"}
+    folder = save_adapter(tmp_path / "all", weights=weights | of_convolution, target_modules="all-linear")
+    with pytest.raises(AdapterError, match=r"layers.0.conv.out_proj.lora_A.weight, which is not of a projection of"):
+        parse(read_files(folder), limits)
 
 
 def test_hash_depends_on_both_files(tmp_path: Path) -> None:

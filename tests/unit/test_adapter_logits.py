@@ -17,8 +17,12 @@ from inflight.executor.adapters.weights import AdapterLimits
 from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
+from inflight.executor.recurrent.mixer import StateSizes
 from inflight.executor.scheduler.sequence import PlanRow, StepPlan
 from inflight.executor.step.batch import pack
+from tests.property.test_hybrid_models import CONFIGS as HYBRIDS
+from tests.property.test_hybrid_models import NATIVE
+from tests.property.test_native_hybrid import WITH_EXPERTS
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.torch_threads import torch_threads
 from tests.support.scheduler.scheduling import make_sequence
@@ -43,16 +47,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {"mlp.up_proj": 9},
         "fan_in_fan_out": True,
     },
+    "hybrid": {"r": 6, "target_modules": r".*\.(self_attn\.\w+_proj|mlp\.\w+_proj|feed_forward\.w\d)"},
+    "attention": {"r": 3, "target_modules": ["q_proj", "v_proj", "o_proj"]},
     "regex": {"r": 5, "target_modules": r".*\.(k_proj|o_proj|gate_proj)", "layers_to_transform": None},
 }
 MODELS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**sizes()),
     "qwen3": Qwen3Config(**sizes(hidden_size=80, intermediate_size=100, head_dim=32)),
+    **{name: HYBRIDS[name] for name in NATIVE},
+    "qwen3_5_moe": WITH_EXPERTS["qwen3_5_moe"],
 }
 
 
 # Model, adapter and the forms of the weights.
-CASES = (("llama", "all", ["float32"]), ("llama", "regex", ["float32"]), ("qwen3", "patterns", sorted(FORMS)))
+CASES = (
+    ("llama", "all", ["float32"]),
+    ("llama", "regex", ["float32"]),
+    ("qwen3", "patterns", sorted(FORMS)),
+    *((name, "hybrid", ["float32", "int8"]) for name in NATIVE),
+    ("qwen3_5_moe", "attention", ["float32"]),
+)
 
 
 @pytest.fixture
@@ -77,7 +91,7 @@ def peft_adapter(base: Path, folder: Path, fields: dict[str, Any]) -> Any:
 def logits_of(model: PagedModel, ids: list[int]) -> Tensor:
     """Logits of the last token, with the adapter in slot 1."""
     sequence = make_sequence("a", ids)
-    sequence.adapter_slot, sequence.block_table = 1, [1, 2]
+    sequence.adapter_slot, sequence.block_table, sequence.state_slot = 1, [1, 2], 0
     return model.logits(pack(StepPlan.of([PlanRow(sequence, 0, len(ids), True)]), BLOCK_SIZE))[0]
 
 
@@ -98,6 +112,8 @@ def test_logits_are_those_of_the_merged_model(family: str, name: str, forms: lis
         model = load_model(resolve_model(str(base)), device_name="cpu", **form)
         assert isinstance(model.forward, NativeForward)
         model.allocate_kv(4, BLOCK_SIZE)
+        if model.forward.states is not None:
+            model.forward.states.reserve(StateSizes(1, 0, 0))
         model.forward.decoder.reserve_adapters(2, 16)
         model.forward.decoder.load_adapter(
             1, parse(read_files(folder), AdapterLimits(model.forward.decoder.form.shape, 16))

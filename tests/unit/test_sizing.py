@@ -21,6 +21,7 @@ from inflight.executor.settings import ExecutorSettings
 from inflight.tools.sizing.arithmetic import (
     GIBIBYTE,
     Machine,
+    MemoryOptions,
     Speed,
     Steps,
     Traffic,
@@ -443,25 +444,43 @@ def test_the_shape_of_mamba_2_is_read(
 
 
 @pytest.mark.parametrize(
-    ("name", "max_tokens", "num_seats"),
+    ("name", "max_tokens", "num_seats", "num_adapters", "host_bytes"),
     [
-        *(("lfm2", 0, 0), ("lfm2", 20_000, 12), ("qwen3_5", 0, 4), ("qwen3_5", 5_000, 0)),
-        *(("granite_hybrid-native", 0, 4), ("nemotron_h-native", 5_000, 0)),
+        ("lfm2", 0, 0, 0, 0),
+        ("lfm2", 20_000, 12, 0, 3_000_000),
+        ("qwen3_5", 0, 4, 0, 0),
+        ("qwen3_5", 5_000, 0, 0, 0),
+        ("lfm2-native", 0, 0, 3, 0),
+        ("qwen3_5-native", 0, 0, 3, 4_000_000),
+        ("granite_hybrid-native", 0, 4, 0, 0),
+        ("nemotron_h-native", 5_000, 0, 0, 0),
     ],
 )
 def test_its_recurrent_state_is_that_of_a_real_executor(
-    name: str, max_tokens: int, num_seats: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    max_tokens: int,
+    num_seats: int,
+    num_adapters: int,
+    host_bytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = str(save_model(HYBRID_CONFIGS[name], tmp_path / name))
     monkeypatch.setattr(executor_loader, "num_available_memory_bytes", lambda: 500_000_000)
     flags = ["--model", model, "--dtype", "float32", "--device", "cpu", "--num-threads", "1"]
     flags += ["--max-num-sequences", str(num_seats), "--max-tokens-in-paged-kv-cache", str(max_tokens)]
+    if host_bytes:
+        flags += ["--kv-cache-host-memory-bytes", str(host_bytes), "--batch-scheduler-policy", "max_utilization"]
+    if num_adapters:
+        flags += ["--adapter-folder", str(tmp_path), "--max-adapters", str(num_adapters), "--max-adapter-rank", "20"]
     with torch_threads(1):
         loaded = executor_loader.load_executor(load(ExecutorSettings, "inflight executor", flags))
 
     shape = read_model_shape(model)
-    weight_bytes = pool_of(shape, Machine(GIBIBYTE, False, 0.2, 0), "float32", 16).weight_bytes
-    machine = Machine(500_000_000 + weight_bytes, False, 0.2, 0)
+    options = MemoryOptions(max_adapters=num_adapters, max_adapter_rank=20, kv_cache_host_memory_bytes=host_bytes)
+    beside = pool_of(shape, Machine(GIBIBYTE, False, 0.2, 0, options), "float32", 16)
+    # The executor's free memory is what it finds after it has loaded weights and adapters.
+    machine = Machine(500_000_000 + beside.weight_bytes + beside.adapter_bytes, False, 0.2, 0, options)
     pool = pool_of(shape, machine, "float32", 16, max_tokens, steps=Steps(num_seats, 256) if num_seats else None)
     states, kept = loaded.limits.states, loaded.model.forward.states
     assert states is not None
@@ -469,6 +488,11 @@ def test_its_recurrent_state_is_that_of_a_real_executor(
     assert (pool.num_state_slots, pool.num_checkpoints) == (states.num_slots, states.num_checkpoints)
     assert (pool.num_blocks, pool.checkpoint_bytes) == (loaded.num_blocks, kept.checkpoint_bytes)
     assert pool.slot_bytes == kept.slot_bytes(0)
+    assert (pool.num_host_blocks, pool.num_host_slots) == (loaded.limits.num_host_blocks, states.num_host_slots)
+    assert bool(host_bytes) == bool(pool.num_host_slots)
+    if num_adapters:
+        assert loaded.model.forward.adapters is not None
+        assert pool.adapter_bytes == num_adapters * loaded.model.forward.adapters.slot_bytes(20)
 
 
 def test_size_counts_the_recurrent_state_of_as_many_seats_as_fit(

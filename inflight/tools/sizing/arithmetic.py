@@ -14,6 +14,7 @@ from inflight.common.kv_size import (
     WindowSize,
     blocks_for,
     default_step_tokens,
+    host_sizes,
     hybrid_sizes,
     kv_bytes_per_token,
     kv_groups,
@@ -89,7 +90,8 @@ class Pool:
     `num_window_blocks` is the pool of the layers with a sliding window for `num_window_seats`, if it is not 0. Bytes
     are those in all layers nevertheless.
 
-    `num_state_slots` are the slots of recurrent state for `num_state_seats`, if there are such layers.
+    `num_state_slots` are the slots of recurrent state for `num_state_seats`, if there are such layers, and
+    `num_host_slots` those in host memory.
     """
 
     weight_bytes: int
@@ -107,6 +109,7 @@ class Pool:
     slot_bytes: int = 0
     checkpoint_bytes: int = 0
     num_state_seats: int = 0
+    num_host_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +208,7 @@ def pool_of(
     free_bytes = max(0, machine.memory_bytes - weight_bytes - adapter_bytes - machine.working_bytes)
     budget = KvBudget(max_tokens_in_pool, free_bytes, machine.fraction)
     if shape.recurrent is not None:
-        pool = Pool(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, 0)
+        pool = Pool(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, 0, adapter_bytes=adapter_bytes)
         return _with_states(pool, shape, shape.recurrent, machine, dtype, budget, steps)
     num_blocks = num_kv_blocks(budget, tokens_per_block, bytes_per_block)
     host_bytes = machine.options.kv_cache_host_memory_bytes
@@ -237,9 +240,6 @@ def _with_states(
     steps: Steps | None,
 ) -> Pool:
     """Returns the pool beside the state of recurrent layers, for the seats of `steps` or those that are likely."""
-    for name in ("max_adapters", "kv_cache_host_memory_bytes"):
-        if getattr(machine.options, name):
-            raise SettingError(f"--{name.replace('_', '-')} does not go with a model with recurrent layers")
     gpu_bytes = machine.memory_bytes if machine.is_gpu else 0
     input_bytes = recurrent.input_numbers * BYTES_PER_NUMBER[dtype]
     slot_bytes, checkpoint_bytes = recurrent.slot_bytes + input_bytes, recurrent.checkpoint_bytes + input_bytes
@@ -253,8 +253,16 @@ def _with_states(
         most_seats=most_seats(gpu_bytes, default_step_tokens(gpu_bytes)),
         keeps_prefixes=True,
     )
+    host_bytes = machine.options.kv_cache_host_memory_bytes
+    taken_bytes = sizes.num_blocks * pool.bytes_per_block + sizes.num_slots * slot_bytes
+    free_host_bytes = host_bytes if machine.is_gpu else budget.free_bytes - taken_bytes
+    num_host_blocks, num_host_slots = host_sizes(
+        host_bytes, pool.bytes_per_block, slot_bytes, sizes.num_seats, free_host_bytes
+    )
     return replace(
         pool,
+        num_host_blocks=num_host_blocks,
+        num_host_slots=num_host_slots,
         num_blocks=sizes.num_blocks,
         num_state_slots=sizes.num_slots,
         num_checkpoints=sizes.num_checkpoints,
@@ -370,11 +378,19 @@ def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: i
     if machine.is_gpu:
         if shape.has_experts:
             raise SettingError("adapters of models with experts need a CPU: give --memory-gib")
+        if shape.sizes.has_gates:
+            raise SettingError("adapters of models whose attention has gates need a CPU: give --memory-gib")
         return options.max_adapters * gpu_adapter_slot_bytes(num_layers, shape.sizes, max_rank, BYTES_PER_NUMBER[dtype])
     kv = shape.kv_heads_of_rank(num_ranks) * shape.head_dim
     outputs = shape.sizes.of_rank(num_ranks, kv)
     slot_bytes = cpu_adapter_slot_bytes(
-        num_layers, shape.sizes, outputs, max_rank, dtype, has_experts=shape.has_experts
+        num_layers,
+        shape.sizes,
+        outputs,
+        max_rank,
+        dtype,
+        has_experts=shape.has_experts,
+        num_recurrent=num_layers - shape.num_kv_layers,
     )
     return options.max_adapters * slot_bytes
 

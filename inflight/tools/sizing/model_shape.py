@@ -15,7 +15,12 @@ from inflight.common.model_files.context_length import context_length_of
 from inflight.common.model_files.gguf_architectures import architecture_of, configuration_of
 from inflight.common.model_files.gguf_header import GgufHeader, parts_of
 from inflight.common.model_files.layer_sizes import LayerSizes
-from inflight.common.model_files.recurrent import RecurrentShape, lfm2_inner_size, recurrent_shape
+from inflight.common.model_files.recurrent import (
+    GATED_DELTA_NETS,
+    RecurrentShape,
+    lfm2_inner_size,
+    recurrent_shape,
+)
 from inflight.common.model_source import HUB_NAME, ModelError, folder_name, read_gguf, read_json, resolve_model
 from inflight.tools.sizing.weights import (
     Role,
@@ -129,7 +134,8 @@ def _of_config(name: str, config: dict[str, Any], counted: Weights | None) -> Mo
     recurrent = recurrent_shape(config, num_layers)
     if config.get("model_type") == "lfm2":
         inner_size = lfm2_inner_size(config)
-    sizes = LayerSizes(hidden_size, num_heads * head_dim, num_kv_heads * head_dim, inner_size)
+    has_gates = config.get("model_type") in GATED_DELTA_NETS
+    sizes = LayerSizes(hidden_size, num_heads * head_dim, num_kv_heads * head_dim, inner_size, has_gates)
     weights = counted or computed_weights(config, num_layers, num_experts, _number(config, "vocab_size"), sizes)
     if recurrent is not None and not counted:
         weights = (*weights, WeightCount(Role.MATRIX, recurrent.extra_weights))

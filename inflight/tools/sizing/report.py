@@ -152,7 +152,8 @@ def _option_rows(sizing: Sizing) -> Iterator[Row]:
         how = f"{options.max_adapters} slots for ranks up to {options.max_adapter_rank}; with --adapter-folder"
         yield Row("adapters", _gib(pool.adapter_bytes), EXACT, how)
     if pool.num_host_blocks:
-        how = f"{_gib(options.kv_cache_host_memory_bytes)} for preempted sequences and evicted prefixes"
+        prefixes = " and evicted prefixes" if not pool.num_host_slots else f", {pool.num_host_slots} slots of state"
+        how = f"{_gib(options.kv_cache_host_memory_bytes)} for preempted sequences{prefixes}"
         yield Row("blocks in host memory", f"{pool.num_host_blocks:,}", EXACT, how)
 
 

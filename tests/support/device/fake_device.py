@@ -99,6 +99,7 @@ class FakeDevice:
         # The contents of the last positions of each slot of recurrent state, by position, and those of checkpoints.
         self._state_contents: dict[int, dict[int, int]] = {}
         self._checkpoints: dict[int, tuple[int, int]] = {}
+        self._host_states: dict[int, dict[int, int]] = {}
         self._host_contents: dict[tuple[int, int], int] = {}
         self._sampled: dict[tuple[Sequence, int], int] = {}
         self._newest: dict[Sequence, int] = {}
@@ -194,6 +195,10 @@ class FakeDevice:
         for host_block, block in plan.swaps_in:
             assert not self._pool.is_published(block), f"block {block} is written but published"
             _copy(self._host_contents, host_block, self._contents, block, self._pool.block_size)
+        for slot, host_slot in plan.state_swaps_out:
+            self._host_states[host_slot] = dict(self._state_contents.get(slot, {}))
+        for host_slot, slot in plan.state_swaps_in:
+            self._state_contents[slot] = dict(self._host_states[host_slot])
 
     def _write(self, row: PlanRow) -> None:
         sequence = row.sequence

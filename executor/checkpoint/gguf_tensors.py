@@ -25,6 +25,7 @@ from inflight.executor.checkpoint.quantized_weight import (
     QuantizedWeight,
     dense_matrix,
     pack_halves,
+    taken,
     unpack_halves,
 )
 
@@ -73,16 +74,6 @@ def _heads_of_llama(parts: Sequence[Any], num_heads: int) -> Read:
     if num_rows % (2 * num_heads):
         raise ModelError(f"{num_rows} rows of queries or keys do not belong to {num_heads} heads")
     return taken(parts[0], torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten())
-
-
-def taken(matrix: Matrix, rows: Tensor) -> Matrix:
-    """Returns some rows of a matrix, or numbers of a vector."""
-    if isinstance(matrix, Tensor):
-        return matrix[rows]
-    if isinstance(matrix, QuantizedWeight):
-        return replace(matrix, codes=matrix.codes[rows], scale=matrix.scale[rows], offset=matrix.offset[rows])
-    one = matrix.rows(0, matrix.shape[0])
-    return replace(one, codes=one.codes[rows], scale=one.scale.view(torch.uint8)[rows].view(one.scale.dtype))
 
 
 def _joined(parts: Sequence[Any], config: Any) -> Matrix:

@@ -55,6 +55,11 @@ class QuantizedWeight:
         codes, scale, offset = (part[start:end] for part in (self.codes, self.scale, self.offset))
         return replace(self, codes=codes, scale=scale, offset=offset)
 
+    def taken(self, rows: Tensor) -> QuantizedWeight:
+        """Returns copies of these rows, in this order."""
+        codes, scale, offset = (part[rows] for part in (self.codes, self.scale, self.offset))
+        return replace(self, codes=codes, scale=scale, offset=offset)
+
     def dequantized(self) -> Tensor:
         """Returns the dense matrix in float32: for each number a product and a sum, each rounded."""
         num_rows, num_columns = self.shape
@@ -128,6 +133,18 @@ class FloatWeight:
             scale = self.scale[rows]
         return replace(self, codes=codes, scale=scale, factor=factor, row_block=1)
 
+    def taken(self, rows: Tensor) -> FloatWeight:
+        """Returns copies of these rows, in this order. Rows that are whole blocks have one scale again."""
+        block = self.row_block
+        starts = rows[::block]
+        if not torch.equal(rows, (starts // block * block)[:, None].add(torch.arange(block)).flatten()):
+            return self.rows(0, self.shape[0]).taken(rows)
+        # torch takes no rows of types of one byte on some devices.
+        scale = self.scale.view(torch.uint8) if self.scale.itemsize == 1 else self.scale
+        scale = scale[starts // block].view(self.scale.dtype)
+        factor = None if self.factor is None else self.factor[rows]
+        return replace(self, codes=self.codes[rows], scale=scale, factor=factor)
+
     def dequantized(self) -> Tensor:
         """Returns the dense matrix in float32: for each number a product with the scale, rounded."""
         one = self.rows(0, self.shape[0])
@@ -169,6 +186,11 @@ def dense_matrix(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     for start in range(0, matrix.shape[0], num_rows):
         dense[start : start + num_rows] = matrix.rows(start, start + num_rows).dequantized()
     return dense
+
+
+def taken(matrix: Matrix, rows: Tensor) -> Matrix:
+    """Returns copies of some rows of a matrix, or of numbers of a vector, in this order."""
+    return matrix[rows] if isinstance(matrix, Tensor) else matrix.taken(rows)
 
 
 def stacked(parts: Sequence[Coded]) -> Coded:

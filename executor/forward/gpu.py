@@ -62,9 +62,7 @@ class GpuForward(Forward):
 
     def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
         with torch.inference_mode():
-            if (states := self.decoder.recurrent_states) is not None:
-                batch = replace(batch, state_rows=torch.from_numpy(states.follow(batch)))
-            return self.decoder.forward(batch.to(self.layout.device), kv).float()
+            return self.decoder.forward(self._on_device(batch), kv).float()
 
     def start_runner(self, kv: Kv, sizes: StepSizes, followers: Followers | None = None) -> GpuRunner:
         runner = GpuRunner(
@@ -85,4 +83,10 @@ class GpuForward(Forward):
 
     def separate_layers(self, inputs: Tensor, batch: StepBatch, kv: Kv) -> tuple[Tensor, Tensor]:
         with torch.inference_mode():
-            return self.decoder.separate_layers(inputs, batch.to(self.layout.device), kv)
+            return self.decoder.separate_layers(inputs, self._on_device(batch), kv)
+
+    def _on_device(self, batch: StepBatch) -> StepBatch:
+        """Returns a step with the rows of its states."""
+        if (states := self.decoder.recurrent_states) is not None:
+            batch = replace(batch, state_rows=torch.from_numpy(states.follow(batch)))
+        return batch.to(self.layout.device)

@@ -32,7 +32,7 @@ from inflight.executor.checkpoint.decoder_weights import (
     joined,
 )
 from inflight.executor.checkpoint.fp8_weight import Fp8Weight
-from inflight.executor.checkpoint.quantized_weight import Matrix
+from inflight.executor.checkpoint.quantized_weight import Matrix, taken
 from inflight.executor.checkpoint.shards import WHOLE, Shard
 from inflight.executor.experts.layer import ExpertLayer
 from inflight.executor.gpu.adapters import AdapterSlots, Product, slot_bytes
@@ -447,12 +447,15 @@ def _fuse(
 
 def _with_gates_last(shape: DecoderShape, matrices: Sequence[Matrix]) -> list[Matrix]:
     """Returns the matrices of queries with gates, keys and values as four, those of the gates last."""
-    both, keys, values = map(_dense, matrices)
-    queries, gates = both.detach().unflatten(0, (shape.num_heads, 2, shape.head_dim)).unbind(1)
-    parts = [queries.flatten(0, 1), keys, values, gates.flatten(0, 1)]
+    both, keys, values = matrices
+    rows = torch.arange(both.shape[0]).view(shape.num_heads, 2, shape.head_dim)
+    queries, gates = (taken(both, part.flatten()) for part in rows.unbind(1))
     # The network has none afterwards.
-    both.set_(both.new_empty(0).untyped_storage(), 0, (0,), (0,))
-    return parts
+    if isinstance(both, Tensor):
+        both.set_(both.new_empty(0).untyped_storage(), 0, (0,), (0,))
+    else:
+        both.free()
+    return [queries, keys, values, gates]
 
 
 def _dense(matrix: Matrix) -> Tensor:

@@ -62,10 +62,12 @@ class Row(NamedTuple):
 
 # The long prompt in two chunks, the short one in a chunk and decodes. These are rows of one step that share a block; a
 # token's KV is written before any row attends.
-STEPS = (
-    (Row(0, 0, CHUNK_TOKENS), Row(1, 0, 4)),
-    (*(Row(1, start, start + 1) for start in range(4, SHORT_TOKENS)), Row(0, CHUNK_TOKENS, LONG_TOKENS)),
-)
+CHUNKS = Row(0, 0, CHUNK_TOKENS), Row(1, 0, 4)
+DECODES = tuple(Row(1, start, start + 1) for start in range(4, SHORT_TOKENS))
+LAST_CHUNK = Row(0, CHUNK_TOKENS, LONG_TOKENS)
+STEPS = CHUNKS, (*DECODES, LAST_CHUNK)
+# A slot of recurrent state is that of one row.
+STEPS_WITH_SLOTS = CHUNKS, (DECODES[0], LAST_CHUNK), *((row,) for row in DECODES[1:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +86,15 @@ def compare_layers(
     separate_layers: Callable[[Tensor, StepBatch], tuple[Tensor, Tensor]],
     forward: Callable[[StepBatch], Tensor],
     tolerances: Tolerances,
+    *,
+    has_slots: bool = False,
 ) -> None:
     """Raises `SelfCheckError` if a layer, or all together, yield something else than those of transformers.
 
-    `separate_layers` is that of `GpuDecoder`; it and `forward` have blocks as for `self_check.compare`.
+    `separate_layers` is that of `GpuDecoder`; it and `forward` have blocks, and with `has_slots` slots, as for
+    `self_check.compare`.
     """
-    distances = layer_distances(expectation, separate_layers)
+    distances = layer_distances(expectation, separate_layers, STEPS_WITH_SLOTS if has_slots else STEPS)
     for kind, of_kind in (("prompts", distances.chunks), ("decodes", distances.decodes)):
         largest, layer = of_kind.max(0)
         if not largest <= tolerances.layer:
@@ -107,18 +112,22 @@ def compare_layers(
 
 
 def layer_distances(
-    expectation: Expectation, separate_layers: Callable[[Tensor, StepBatch], tuple[Tensor, Tensor]]
+    expectation: Expectation,
+    separate_layers: Callable[[Tensor, StepBatch], tuple[Tensor, Tensor]],
+    steps: Iterable[Iterable[Row]] = STEPS,
 ) -> LayerDistances:
     """Returns the distances of the layers from those of transformers."""
     assert expectation.states is not None
     of_chunks: list[Tensor] = []
     of_decodes: list[Tensor] = []
-    for step in STEPS:
+    for step in steps:
         inputs = torch.cat([expectation.states[row.prompt][:, row.start : row.end] for row in step], 1)
         expected = torch.cat([expectation.logits[row.prompt][row.start : row.end] for row in step])
         outputs, logits = separate_layers(inputs, _batch(expectation, step))
         before, after = inputs[:-1].float(), inputs[1:].float()
-        of_layers = (outputs[:-1].float() - after).norm(dim=-1) / (after - before).norm(dim=-1)
+        differences = (outputs[:-1].float() - after).norm(dim=-1)
+        # A layer whose gate is a projection of its input adds nothing to a token whose embedding is zero.
+        of_layers = torch.where(differences == 0, 0.0, differences / (after - before).norm(dim=-1))
         distances = torch.cat((of_layers, _logit_distances(logits, expected)[None]))
         for row, part in zip(step, distances.split([row.end - row.start for row in step], 1), strict=True):
             (of_decodes if row.end - row.start == 1 else of_chunks).append(part)

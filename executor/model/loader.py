@@ -206,8 +206,8 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
     needed = "the native forward pass on a " + ("GPU" if weight_dtype == "fp8" else "CPU")
     if weight_dtype in NEEDED_BACKENDS and backend.name != NEEDED_BACKENDS[weight_dtype]:
         raise ModelError(f"{weight_dtype} weights need {needed}, and the attention backend is {backend.name}")
-    if weights.mixers and backend.name == "triton":
-        _check_recurrent_on_gpu(weights)
+    if weights.mixers and backend.name == "triton" and (num_ranks := weights.shard.num_ranks) > 1:
+        raise ModelError(f"its recurrent layers run on a GPU without tensor_parallel_size={num_ranks} only")
     if weight_dtype == "fp8":
         _check_fp8_weights(network)
     weights = _with_codes_of_gpu(weights) if backend.name == "triton" else _with_codes_of_cpu(weights)
@@ -251,19 +251,6 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
         hybrid = HybridForward(network, weights.layout, weights.mixers, attention_layers(network))
         return _Chosen(hybrid, weight_dtype, {})
     return _Chosen(TransformersForward(network, weights.layout), weight_dtype, {})
-
-
-def _check_recurrent_on_gpu(weights: _Weights) -> None:
-    """Raises `ModelError` for what the kernels of recurrent layers cannot do."""
-    obstacle = None
-    if weights.weight_dtype in ("quantized", "fp8"):
-        obstacle = f"weight_dtype {weights.weight_dtype}"
-    elif any(kv_dtype != weights.layout.dtype for kv_dtype in weights.layout.layer_dtypes):
-        obstacle = f"kv_cache_dtype {weights.layout.dtype_name}"
-    elif weights.shard.num_ranks > 1:
-        obstacle = f"tensor_parallel_size={weights.shard.num_ranks}"
-    if obstacle is not None:
-        raise ModelError(f"its recurrent layers run on a GPU without {obstacle} only")
 
 
 def _with_codes_of_cpu(weights: _Weights) -> _Weights:
@@ -413,7 +400,8 @@ def _compare(forward: Forward, expectation: Expectation, description: ModelDescr
         tolerances = OF_FP8 if has_fp8 else OF_CODES
         if forward.routes_by_itself and layout.dtype != torch.float32:
             tolerances = tolerances.with_routing()
-        compare_layers(expectation, partial(forward.separate_layers, kv=kv), logits, tolerances)
+        separate = partial(forward.separate_layers, kv=kv)
+        compare_layers(expectation, separate, logits, tolerances, has_slots=forward.states is not None)
         return
     compare(
         expectation,

@@ -192,9 +192,10 @@ def coded_weight(parts: Sequence[Matrix]) -> CodedWeight:
     """Returns matrices as one. Their numbers are taken over: what of them is copied is freed, whatever refers to it."""
     coded: list[CodedMatrix | Tensor] = []
     for run in _runs([part if isinstance(part, Tensor) else coded_matrix(part) for part in parts]):
-        first = run[0]
-        if isinstance(first, Tensor) or len(run) == 1:
+        if len(run) == 1:
             coded += run
+        elif isinstance(run[0], Tensor):
+            coded.append(torch.cat([part for part in run if isinstance(part, Tensor)]))
         else:
             coded.append(_stacked([part for part in run if isinstance(part, CodedMatrix)]))
     return CodedWeight(tuple(coded))
@@ -250,7 +251,7 @@ def _runs(parts: list[CodedMatrix | Tensor]) -> list[list[CodedMatrix | Tensor]]
 
 def _joins(first: CodedMatrix | Tensor, second: CodedMatrix | Tensor) -> bool:
     if isinstance(first, Tensor) or isinstance(second, Tensor):
-        return False
+        return isinstance(first, Tensor) and isinstance(second, Tensor)
     if (first.order is None) != (second.order is None):
         return False
     if first.order is not None and second.order is not None and not torch.equal(first.order, second.order):

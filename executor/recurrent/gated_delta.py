@@ -16,6 +16,7 @@ chunk. Source of the delta rule by chunks: Yang et al., arXiv 2412.06464.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -313,28 +314,35 @@ def _as_they_are(source: Any) -> tuple[Any, ...]:
     return source.in_proj_qkv, source.in_proj_z, source.in_proj_b, source.in_proj_a
 
 
-def _divided(source: Any) -> tuple[nn.Linear, ...]:
+def _divided(source: Any) -> tuple[Any, ...]:
     """Returns the same of a module of Qwen3-Next, which has two projections. Their rows are those of each head of keys
-    behind each other: its query, its key, and the values and z of its heads; b and a of these. Quantized ones are
-    expanded."""
+    behind each other: its query, its key, and the values and z of its heads; b and a of these."""
     key_heads, key_dim = source.num_k_heads, source.head_k_dim
     group = source.num_v_heads // key_heads
     values = group * source.head_v_dim
-    rows: list[Tensor] = []
-    for linear, sizes in (
-        (source.in_proj_qkvz, (key_dim, key_dim, values, values)),
-        (source.in_proj_ba, (group, group)),
-    ):
-        matrix: Any = linear.weight
-        weight = matrix.detach() if isinstance(matrix, Tensor) else matrix.dequantized().to(source.dt_bias.dtype)
-        rows += [part.flatten(0, 1) for part in weight.unflatten(0, (key_heads, -1)).split(sizes, 1)]
-    queries, keys, of_values, z, b, a = rows
-    return tuple(_linear(weight) for weight in (torch.cat((queries, keys, of_values)), z, b, a))
+    queries, keys, of_values, z = _rows(source.in_proj_qkvz, key_heads, (key_dim, key_dim, values, values))
+    b, a = _rows(source.in_proj_ba, key_heads, (group, group))
+    return (
+        _linear(source.in_proj_qkvz, torch.cat((queries, keys, of_values))),
+        _linear(source.in_proj_qkvz, z),
+        _linear(source.in_proj_ba, b),
+        _linear(source.in_proj_ba, a),
+    )
 
 
-def _linear(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
+def _rows(linear: Any, num_heads: int, sizes: tuple[int, ...]) -> Iterator[Tensor]:
+    """Yields the rows of each part of a projection, of which every head has so many."""
+    for rows in torch.arange(linear.out_features).view(num_heads, -1).split(sizes, 1):
+        yield rows.flatten()
+
+
+def _linear(source: Any, rows: Tensor) -> Any:
+    """Returns a layer with some rows of another one, quantized if that is."""
+    weight: Any = source.weight
+    if not isinstance(weight, Tensor):
+        return type(source)(weight.taken(rows), None)
+    linear = nn.Linear(weight.shape[1], len(rows), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.detach()[rows], requires_grad=False)
     return linear
 
 

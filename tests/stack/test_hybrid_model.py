@@ -166,10 +166,6 @@ def test_a_model_for_images_is_served_for_its_text(tmp_path: Path) -> None:
             {"attention_backend": "triton", "forward": "transformers"},
             "its recurrent layers need the native forward pass on a GPU, and forward=transformers is set",
         ),
-        (
-            {"attention_backend": "triton", "kv_cache_dtype": "fp8"},
-            "its recurrent layers run on a GPU without kv_cache_dtype",
-        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -41,6 +41,8 @@ _BESIDE = (
     *(".k_scale", ".v_scale", ".q_scale", ".kv_scale"),
     *(".gate_up_proj_scales", ".down_proj_scales"),
 )
+# Weights that executors do not load: of images, and of layers that predict further tokens (Qwen3.5).
+_UNUSED = ("model.visual.", "mtp.")
 # Types of safetensors of FP8, and of pairs in FP4.
 _FP8, _FP4 = "F8_E4M3", "U8"
 
@@ -188,7 +190,7 @@ def weights_of_folder(folder: Path, config: Mapping[str, Any]) -> Weights | None
         try:
             scales = [tensor["dtype"] for key, tensor in tensors.items() if key.endswith(_SCALES)]
             for key, tensor in tensors.items():
-                if not key.endswith(_BESIDE):
+                if not key.endswith(_BESIDE) and not key.startswith(_UNUSED):
                     number, codes = quantization.of(key, tensor["shape"], tensor["dtype"], "F32" in scales)
                     count[_role(key, tensor["shape"]), codes] += number
         except (KeyError, TypeError, AttributeError):

@@ -24,11 +24,15 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Glm4MoeConfig,
+    Lfm2Config,
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from inflight.common.model_source import resolve_model
@@ -39,6 +43,20 @@ from tests.support.device.greedy import assert_same, generate_alone, generate_to
 
 # Rows of 256 numbers, which superblocks of GGUF have.
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+# Queries with gates, two heads of values for each of keys, and a rotary embedding of a part of a head.
+HYBRID: dict[str, Any] = sizes(head_dim=32) | {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+HYBRID_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**sizes(**WIDE, initializer_range=0.05)),
     "qwen2": Qwen2Config(**sizes(**WIDE, initializer_range=0.05, tie_word_embeddings=True)),
@@ -54,8 +72,16 @@ CONFIGS: dict[str, PretrainedConfig] = {
         routed_scaling_factor=1.5,
     ),
     "mixtral": MixtralConfig(**sizes(num_hidden_layers=1, num_local_experts=3, num_experts_per_tok=2)),
+    "lfm2": Lfm2Config(**sizes(), layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False),
+    "qwen3_5": Qwen3_5TextConfig(**HYBRID),
+    "qwen3_5_moe": Qwen3_5MoeTextConfig(**HYBRID, **HYBRID_EXPERTS),
+    "qwen3_next": Qwen3NextConfig(**HYBRID, **HYBRID_EXPERTS),
 }
-LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+LINEARS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"),
+    # Of recurrent layers, and of all of LFM2. Gates of heads stay dense.
+    *("in_proj", "in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj"),
+)
 
 # Weights and names of a layer's tensors, and the matrix that they stand for.
 Encoded = tuple[dict[str, Tensor], Tensor]

@@ -494,13 +494,12 @@ def delta_rule_kernel(
     of_head = head * (KEY_DIM * VALUE_DIM)
     own_state, saved = states + slot * state_stride + of_head, saved + of_head
     own_beyond = beyond + sequence.to(tl.int64) * (NUM_HEADS * KEY_DIM * VALUE_DIM) + of_head
+    new_queries, new_values = mixed + key_head * KEY_DIM, mixed + head * VALUE_DIM
+    new_keys = new_queries + NUM_KEY_HEADS * KEY_DIM
     if CORRECTS:
-        new_queries = mixed + key_head * KEY_DIM
-        new_keys = new_queries + NUM_KEY_HEADS * KEY_DIM
-        new_values = mixed + 2 * NUM_KEY_HEADS * KEY_DIM + head * VALUE_DIM
+        new_values += 2 * NUM_KEY_HEADS * KEY_DIM
     else:
-        new_values = mixed + head * VALUE_DIM
-        new_keys = mixed + NUM_HEADS * VALUE_DIM + key_head * KEY_DIM
+        new_keys = new_queries + NUM_HEADS * VALUE_DIM
         new_queries = new_keys + NUM_KEY_HEADS * KEY_DIM
     own_keys = keys + slot * key_stride + key_head * (PLACES * KEY_DIM)
     own_updates = updates + slot * update_stride + head * (PLACES * VALUE_DIM)

@@ -166,7 +166,7 @@ def test_metrics_that_nothing_reads_are_not_fed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, loggers.__name__, loggers)
     ours = object()
     manager = SimpleNamespace(stat_loggers=[ours, loggers.PrometheusStatLogger()])
-    drop_prometheus(manager)
+    drop_prometheus(manager.stat_loggers)
     assert manager.stat_loggers == [ours]
 
 

@@ -477,8 +477,7 @@ def delta_rule_kernel(
     state_stride, saved_stride, key_stride, update_stride, decay_stride,
     NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CHANNELS: tl.constexpr, SLICE: tl.constexpr, TILE_VALUES: tl.constexpr, GRID: tl.constexpr,
-    PLACES: tl.constexpr, QUERIES_AT: tl.constexpr, KEYS_AT: tl.constexpr, VALUES_AT: tl.constexpr,
-    CORRECTS: tl.constexpr,
+    PLACES: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
     """Computes outputs and updates of the new positions, and advances the state of the slot to the boundary that it
     has after the step. The state beyond that is in `beyond`. Grid: sequences, heads, tiles of values.
@@ -495,8 +494,13 @@ def delta_rule_kernel(
     of_head = head * (KEY_DIM * VALUE_DIM)
     own_state, saved = states + slot * state_stride + of_head, saved + of_head
     own_beyond = beyond + sequence.to(tl.int64) * (NUM_HEADS * KEY_DIM * VALUE_DIM) + of_head
-    new_queries = mixed + QUERIES_AT + key_head * KEY_DIM
-    new_keys, new_values = mixed + KEYS_AT + key_head * KEY_DIM, mixed + VALUES_AT + head * VALUE_DIM
+    new_queries, new_values = mixed + key_head * KEY_DIM, mixed + head * VALUE_DIM
+    new_keys = new_queries + NUM_KEY_HEADS * KEY_DIM
+    if CORRECTS:
+        new_values += 2 * NUM_KEY_HEADS * KEY_DIM
+    else:
+        new_keys = new_queries + NUM_HEADS * VALUE_DIM
+        new_queries = new_keys + NUM_KEY_HEADS * KEY_DIM
     own_keys = keys + slot * key_stride + key_head * (PLACES * KEY_DIM)
     own_updates = updates + slot * update_stride + head * (PLACES * VALUE_DIM)
     own_decays = decays + slot * decay_stride + head * PLACES

@@ -108,7 +108,6 @@ class GpuMixer:
             **OF_GRID,
             SLICE=SLICE,
             TILE_VALUES=tile_values,
-            **self._places_of_heads,
             CORRECTS=shape.corrects,
             num_stages=2,
         )
@@ -178,15 +177,6 @@ class GpuMixer:
             NUM_SPLITS=num_splits,
             num_warps=max(1, min(16, padded_group // NUMBERS_OF_WARP)),
         )
-
-    @property
-    def _places_of_heads(self) -> dict[str, int]:
-        """Returns where queries, keys and values begin in what the rule reads."""
-        shape = self.shape
-        key_size = shape.num_key_heads * shape.key_dim
-        if shape.corrects:
-            return {"QUERIES_AT": 0, "KEYS_AT": key_size, "VALUES_AT": 2 * key_size}
-        return {"QUERIES_AT": shape.depth + key_size, "KEYS_AT": shape.depth, "VALUES_AT": 0}
 
     @property
     def _sizes(self) -> dict[str, int]:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from inflight.common.model_source import ModelError
+from inflight.executor.checkpoint.quiet import quiet_transformers
 from inflight.executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
 from inflight.executor.step.batch import StepBatch, pack
 
@@ -71,7 +72,8 @@ def expect(network: PreTrainedModel, vocabulary_size: int, *, has_states: bool =
     prompts = (ids[:LONG_TOKENS], ids[LONG_TOKENS:])
 
     def computed() -> tuple[Any, Any]:
-        with torch.inference_mode():
+        # transformers would advise to install faster kernels of Mamba 2, which only this computation would use.
+        with torch.inference_mode(), quiet_transformers():
             first, second = (
                 network(
                     input_ids=torch.tensor([prompt], device=network.device),

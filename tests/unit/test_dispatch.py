@@ -530,9 +530,10 @@ def test_report_reaches_the_ledger_with_what_it_reserves_and_how_fast_it_is() ->
     assert not report.accepting
     assert ledger_report(link, executor_pb2.Report()).reserve_quantile == 1.0
     # A batch that has just begun has no output yet; drafts yield more than a token in a step.
-    batch = {"step_ms": 50, "num_running": 4}
-    assert ledger_report(link, executor_pb2.Report(**batch)).output_tokens_per_s == 80
-    assert ledger_report(link, executor_pb2.Report(output_tokens_per_s=120, **batch)).output_tokens_per_s == 120
+    batch = executor_pb2.Report(step_ms=50, num_running=4)
+    assert ledger_report(link, batch).output_tokens_per_s == 80
+    batch.output_tokens_per_s = 120
+    assert ledger_report(link, batch).output_tokens_per_s == 120
     assert ledger_report(link, executor_pb2.Report(num_running=4, num_waiting=3)).output_tokens_per_s == 0
     assert ledger_report(link, executor_pb2.Report(num_waiting=3)).num_standby == 3
 

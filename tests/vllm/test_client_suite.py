@@ -147,13 +147,13 @@ async def test_sixty_requests_do_not_delay(stack: LocalStack, many: dict[str, An
 
 async def test_class_batch_gives_its_seats_to_other_classes_at_once(stack: LocalStack) -> None:
     async with AsyncClient(stack.address) as client, asyncio.TaskGroup() as group:
-        long: dict[str, Any] = {**SHORT, "max_tokens": 200, "priority": "batch", "want_token_ids": True}
+        long: dict[str, Any] = {**SHORT, "max_tokens": 100, "priority": "batch", "want_token_ids": True}
         batch = [group.create_task(client.complete(f"Batch {number}.", **long)) for number in range(NUM_PLACED)]
         while sum(one.seats_used for one in (await client.capacity()).executors) < 2 * NUM_SEATS:
             await asyncio.sleep(0.05)
         await client.complete("Now.", priority="interactive", **SHORT)
         assert not any(one.done() for one in batch)
-    assert [len(one.result().token_ids) for one in batch] == [200] * NUM_PLACED
+    assert [len(one.result().token_ids) for one in batch] == [100] * NUM_PLACED
 
 
 async def test_quotas_and_deadlines_refuse_at_once(stack: LocalStack) -> None:

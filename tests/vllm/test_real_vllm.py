@@ -221,17 +221,14 @@ async def test_every_stream_ends_exactly_once_when_an_executor_is_killed(
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.asyncio(loop_scope="session")
 async def test_executor_ends_at_once_when_vllms_engine_dies(stack: LocalStack) -> None:
-    """The last one: it leaves no executor."""
+    """The last one: it leaves no executor. In the loop of the stack, which waits for its processes."""
     executor = stack.executors.pop(0)
-    assert executor.exit_code is None
     (engine,) = [pid for pid in _children(executor.pid) if b"EngineCore" in _command(pid)]
     os.kill(engine, signal.SIGKILL)
     async with asyncio.timeout(PATIENCE_S):
-        while executor.exit_code is None:
-            await asyncio.sleep(0.05)
-    assert executor.exit_code == EXIT_FAILED
+        assert await executor.wait() == EXIT_FAILED
 
 
 def _children(pid: int) -> list[int]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.attention.transformers_hook import PagedStep
 from inflight.executor.forward.forward import Forward, Kv, StateMemory
-from inflight.executor.forward.transformers import hidden_size_of, writing_hidden
+from inflight.executor.forward.transformers import writing_hidden
 from inflight.executor.recurrent.mixer import LayerMemory, Mixer, StateSizes, StateStep
 from inflight.executor.step.batch import StepBatch
 
@@ -58,10 +58,6 @@ class HybridForward(Forward):
             grid_tokens=math.lcm(*(mixer.grid_tokens for mixer in self._mixers.values())),
             reserve=self._reserve,
         )
-
-    @property
-    def hidden_size(self) -> int:
-        return hidden_size_of(self._network)
 
     def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
         layout = self.layout

@@ -156,17 +156,16 @@ def load_model(
     _check(forward, expectation, description, network.config)
     del network, weights, chosen
     return_free_memory()
-    return PagedModel(description, forward, sampler, _checked_pooling(pooling, forward, shard))
+    return PagedModel(description, forward, sampler, _checked_pooling(pooling, shard))
 
 
-def _checked_pooling(pooling: Pooling | None, forward: Forward, shard: Shard) -> Pooling | None:
+def _checked_pooling(pooling: Pooling | None, shard: Shard) -> Pooling | None:
     if pooling is None:
         return None
-    if shard.num_ranks > 1 or forward.hidden_size is None:
-        where = "tensor_parallel_size above 1" if shard.num_ranks > 1 else f"device {forward.layout.device}"
+    if shard.num_ranks > 1:
         raise ModelError(
             f"it makes {'scores' if pooling.kind is PoolingKind.SCORE else 'embeddings'}, which are not built for "
-            f"{where}; use device cpu with one rank, or --pooling off to generate only"
+            "tensor_parallel_size above 1; use one rank, or --pooling off to generate only"
         )
     return pooling
 

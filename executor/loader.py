@@ -119,7 +119,7 @@ def _adapters(settings: ExecutorSettings, forward: Forward, group: WorkerGroup |
     if forward.states is not None:
         raise SettingError(f"{what}: adapters of models with recurrent layers are not supported")
     if memory is None and forward.routes_by_itself:
-        raise SettingError(f"{what}: adapters of models with experts need a CPU, and experts in all layers")
+        raise SettingError(f"{what}: adapters of models with experts in some layers only need a GPU")
     if memory is None:
         raise SettingError(
             f"{what} needs a native forward pass, and this model runs with that of transformers on "

@@ -42,8 +42,7 @@ class GpuForward(Forward):
 
     @property
     def adapters(self) -> AdapterMemory | None:
-        # Slots would have matrices of the size of an expert.
-        return None if self.routes_by_itself else AdapterMemory.of(self.decoder)
+        return AdapterMemory.of(self.decoder)
 
     @property
     def routes_by_itself(self) -> bool:

@@ -167,12 +167,6 @@ def test_a_rank_takes_the_predicted_memory(kind: str, dtype: str, checkpoints: C
     assert pool.adapter_bytes == native.adapter_slot_bytes(MAX_ADAPTER_RANK)
 
 
-def test_adapters_of_experts_are_refused_on_a_gpu(checkpoints: Callable[[str], str]) -> None:
-    machine = Machine(GIBIBYTE, True, 0.2, 0, MemoryOptions(max_adapters=1))
-    with pytest.raises(SettingError, match="adapters of models with experts need a CPU"):
-        pool_of(read_model_shape(checkpoints("mixtral")), machine, "bfloat16", 16)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_adapters_and_the_host_tier_take_the_predicted_memory(
     dtype: str, checkpoints: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -119,11 +119,13 @@ def _adapters(settings: ExecutorSettings, forward: Forward, group: WorkerGroup |
         return None
     what = f"adapter_folder={settings.adapter_folder}"
     memory = forward.adapters
-    if memory is None and forward.routes_by_itself:
-        raise SettingError(f"{what}: adapters of models with experts need a CPU, and experts in all layers")
     # Those that run by transformers on a GPU have no recurrent layers.
     if memory is None and forward.states is not None and forward.backend_name == "triton":
-        raise SettingError(f"{what}: adapters of models whose attention has gates need a CPU")
+        raise SettingError(
+            f"{what}: adapters of models with gates of attention, or with recurrent layers and experts, need a CPU"
+        )
+    if memory is None and forward.routes_by_itself:
+        raise SettingError(f"{what}: adapters of models with experts in some layers only need a GPU")
     if memory is None:
         raise SettingError(
             f"{what} needs a native forward pass, and this model runs with that of transformers on "

@@ -10,6 +10,8 @@ BYTES_PER_NUMBER = {"bfloat16": 2, "float32": 4}
 # and `PART_INNER_COLUMNS` of decoder.h.
 PART_COLUMNS = 32
 PART_INNER_COLUMNS = 64
+# The first of `LayerSizes.products`, which adapters change beside experts.
+NUM_ATTENTION_PRODUCTS = 2
 # Rows of the smallest matrix instruction of a GPU: `MIN_ROWS` of executor/kernels/tiling.py.
 LEAST_GPU_RANK = 16
 
@@ -57,8 +59,12 @@ def gpu_adapter_rank(max_rank: int) -> int:
     return max(LEAST_GPU_RANK, 1 << (max_rank - 1).bit_length())
 
 
-def gpu_adapter_slot_bytes(num_layers: int, sizes: LayerSizes, max_rank: int, number_bytes: int) -> int:
-    """Returns the memory of a slot on a GPU for an adapter of all seven projections."""
+def gpu_adapter_slot_bytes(
+    num_layers: int, sizes: LayerSizes, max_rank: int, number_bytes: int, *, has_experts: bool
+) -> int:
+    """Returns the memory of a slot on a GPU for an adapter of all seven projections, or of the four of attention beside
+    experts, which have no adapters."""
     rank = gpu_adapter_rank(max_rank)
-    numbers = sum(rank * (len(widths) * depth + sum(widths)) for depth, widths in sizes.products(sizes))
+    products = sizes.products(sizes)[: NUM_ATTENTION_PRODUCTS if has_experts else None]
+    numbers = sum(rank * (len(widths) * depth + sum(widths)) for depth, widths in products)
     return num_layers * numbers * number_bytes

@@ -12,14 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from inflight.executor.checkpoint.expert_matrices import coded_experts, has_coded_experts
-from inflight.executor.checkpoint.quantized_weight import (
-    PIECE_NUMBERS,
-    Coded,
-    FloatWeight,
-    QuantizedWeight,
-    dense_matrix,
-)
+from inflight.executor.checkpoint.expert_matrices import has_coded_experts
+from inflight.executor.checkpoint.quantized_weight import PIECE_NUMBERS, Coded, FloatWeight, dense_matrix
 
 
 class QuantizedLinear(nn.Module):
@@ -44,22 +38,6 @@ class QuantizedLinear(nn.Module):
 def is_quantized(network: nn.Module) -> bool:
     """Returns whether a layer has a quantized weight, or experts with such."""
     return any(isinstance(module, QuantizedLinear) for module in network.modules()) or has_coded_experts(network)
-
-
-def has_whole_numbers(network: nn.Module) -> bool:
-    """Returns whether a layer has a quantized weight of whole numbers, or experts that can become such."""
-    return any(
-        isinstance(module, QuantizedLinear) and isinstance(module.weight, QuantizedWeight)
-        for module in network.modules()
-    ) or any(isinstance(matrix, QuantizedWeight) or matrix.bits == 4 for matrix in coded_experts(network))
-
-
-def with_whole_numbers(network: nn.Module) -> None:
-    """Replaces weights of 4 bits that are floating-point numbers by whole numbers of 8 bits, which have the same
-    numbers, for products of whole numbers."""
-    for module in network.modules():
-        if isinstance(module, QuantizedLinear) and isinstance(module.weight, FloatWeight) and module.weight.bits == 4:
-            module.weight = module.weight.to_whole_numbers()
 
 
 def expand_fp8(network: nn.Module, dtype: torch.dtype) -> None:

@@ -4,6 +4,9 @@ A group's weights are `scale * (code - center + shift)`. The center is one numbe
 group's zero, as in symmetric formats, there are no shifts. Scales and shifts are kept in 16 bits, scales as shares of a
 power of two for each column: with bfloat16 activations always, which changes a weight by at most 0.1 % of the largest
 that its group can have, and with float32 activations if that changes nothing.
+
+Weights in FP8 and FP4 are `scale * number`. The scales of FP4 are exact: those of MXFP4 keep their 8 bits, those of
+NVFP4 become halves.
 """
 
 from __future__ import annotations
@@ -13,7 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves, unpack_halves
+from inflight.executor.checkpoint.quantized_weight import (
+    Coded,
+    FloatWeight,
+    QuantizedWeight,
+    pack_halves,
+    unpack_halves,
+)
 
 # Of the depth, the best first: each has memory for a scale.
 GROUP_SIZES = (128, 64, 32, 16)
@@ -24,7 +33,8 @@ LARGEST_HALF = 65504.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CodedWeight:
-    """`CodedPart` of codes.h. `scales` and `shifts` are `[out, groups]`, `factors` are `[out]`."""
+    """`CodedPart` of codes.h. `scales` and `shifts` are `[out, groups]`, `factors` are `[out]`. Scales in uint8 are the
+    exponents of powers of two."""
 
     codes: Tensor
     scales: Tensor
@@ -35,26 +45,63 @@ class CodedWeight:
     bits: int
     group_size: int
     center: int
+    is_float: bool = False
 
     @property
-    def has_halves(self) -> bool:
-        """Whether scales and shifts have 16 bits."""
-        return self.scales.dtype == torch.float16
+    def can_round_rows(self) -> bool:
+        """Whether there are products with rows rounded to 8 bits."""
+        return not self.is_float or self.bits == 4
 
 
-def is_supported(weight: QuantizedWeight) -> bool:
+def is_supported(weight: Coded) -> bool:
     """Whether the C++ products have groups of this size."""
     depth = weight.shape[1]
-    return depth % 2 == 0 and (weight.group_size == depth or weight.group_size % GROUP_SIZES[-1] == 0)
+    return depth % 2 == 0 and (weight.group_size >= depth or weight.group_size % GROUP_SIZES[-1] == 0)
 
 
-def encode(weight: QuantizedWeight, dtype: torch.dtype) -> CodedWeight:
+def encode(weight: Coded, dtype: torch.dtype) -> CodedWeight:
     """Returns a supported matrix for products with activations of `dtype`.
 
     Raises:
         ValueError: the order of its columns is none.
     """
     assert is_supported(weight)
+    return _encode_floats(weight, dtype) if isinstance(weight, FloatWeight) else _encode_integers(weight, dtype)
+
+
+def _encode_floats(weight: FloatWeight, dtype: torch.dtype) -> CodedWeight:
+    one = weight.rows(0, weight.shape[0])
+    depth, padded = weight.shape[1], _padded(weight.shape[1])
+    # The last group of a row may be smaller.
+    shared = padded if weight.group_size >= depth else weight.group_size
+    group_size = next(size for size in GROUP_SIZES if shared % size == 0 and padded % size == 0)
+    scales, factors = _scales_of_fp8(one, dtype) if weight.bits == 8 else _scales_of_fp4(one)
+    scales = scales[:, torch.arange(0, padded, group_size) // shared].contiguous()
+    return CodedWeight(
+        one.codes.contiguous(), scales, None, factors, None, depth, weight.bits, group_size, 0, is_float=True
+    )
+
+
+def _scales_of_fp8(weight: FloatWeight, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the scales `[out, groups]` and factors `[out]`."""
+    scale = weight.scale.float() if weight.factor is None else weight.scale.float() * weight.factor[:, None]
+    shares, factors = _shares(scale)
+    return (shares.half(), factors) if _fits_halves(shares, None, dtype) else (scale, torch.ones_like(factors))
+
+
+def _scales_of_fp4(weight: FloatWeight) -> tuple[Tensor, Tensor]:
+    """Returns the same; factors are halved because products are with twice the numbers."""
+    factors = torch.full((weight.shape[0],), 0.5) if weight.factor is None else 0.5 * weight.factor
+    scale = weight.scale
+    if scale.dtype == torch.float8_e4m3fn:
+        return scale.float().half(), factors
+    # The exponent 0 stands for 2^-127, which is no normal number of float32.
+    if scale.dtype == torch.float8_e8m0fnu and bool(scale.view(torch.uint8).all()):
+        return scale.view(torch.uint8), factors
+    return scale.float(), factors
+
+
+def _encode_integers(weight: QuantizedWeight, dtype: torch.dtype) -> CodedWeight:
     _, depth = weight.shape
     group_size, scale, offset = _regrouped(weight)
     is_constant = (scale == 0) & (offset != 0)
@@ -68,9 +115,7 @@ def encode(weight: QuantizedWeight, dtype: torch.dtype) -> CodedWeight:
     codes = _with_constants(weight, is_constant, group_size, center) if is_constant.any() else weight.codes
     if weight.bits == 8:
         codes = codes - center
-    _, exponents = torch.frexp(scale.abs().amax(dim=1))
-    factors = torch.exp2(exponents.float())
-    shares = scale / factors[:, None]
+    shares, factors = _shares(scale)
     if _fits_halves(shares, shifts, dtype):
         shares, shifts = shares.half(), None if shifts is None else shifts.half()
     else:
@@ -88,9 +133,21 @@ def encode(weight: QuantizedWeight, dtype: torch.dtype) -> CodedWeight:
     )
 
 
+def _padded(depth: int) -> int:
+    """Returns a depth in whole groups of the smallest size."""
+    return -(-depth // GROUP_SIZES[-1]) * GROUP_SIZES[-1]
+
+
+def _shares(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns scales `[out, groups]` as shares of powers of two, and these `[out]`."""
+    _, exponents = torch.frexp(scale.abs().amax(dim=1))
+    factors = torch.exp2(exponents.float())
+    return scale / factors[:, None], factors
+
+
 def _regrouped(weight: QuantizedWeight) -> tuple[int, Tensor, Tensor]:
     """Returns a size of groups that the products have, and scales and offsets of such groups."""
-    padded = -(-weight.group_size // GROUP_SIZES[-1]) * GROUP_SIZES[-1]
+    padded = _padded(weight.group_size)
     size = next(size for size in GROUP_SIZES if padded % size == 0)
     scale, offset = (part.float().repeat_interleave(padded // size, dim=1) for part in (weight.scale, weight.offset))
     return size, scale, offset

@@ -30,7 +30,7 @@ from inflight.executor.checkpoint.decoder_weights import (
     DecoderWeights,
     LayerWeights,
 )
-from inflight.executor.checkpoint.quantized_weight import FloatWeight, Matrix, QuantizedWeight, dense_matrix
+from inflight.executor.checkpoint.quantized_weight import Coded, FloatWeight, Matrix, dense_matrix
 from inflight.executor.checkpoint.shards import WHOLE, Shard
 from inflight.executor.cpu.coded_weights import CodedWeight, encode, is_supported
 from inflight.executor.cpu.logits import address, addresses_of
@@ -217,10 +217,10 @@ class NativeDecoder:
     def _rounds_rows(self, part: Packed) -> bool:
         return self.form.rounds_rows and part not in EXACT_ROWS
 
-    def _keeps_codes(self, matrix: Matrix) -> TypeGuard[QuantizedWeight]:
+    def _keeps_codes(self, matrix: Matrix) -> TypeGuard[Coded]:
         if self.form.has_int8_weights or self.form.expands_quantized:
             return False
-        return isinstance(matrix, QuantizedWeight) and is_supported(matrix)
+        return not isinstance(matrix, Tensor) and is_supported(matrix)
 
     def _pack_matrix(self, layer: int, part: Packed, first: int, matrix: Matrix) -> None:
         if self._keeps_codes(matrix):
@@ -546,14 +546,12 @@ def _in_whole_blocks(matrices: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
 
 
 def _of_expert(matrices: Matrix, expert: int, num_experts: int, orders: Tensor | None) -> Matrix:
-    """Returns the matrix of one expert, which shares memory with those of all. Numbers of FP4 become whole ones."""
+    """Returns the matrix of one expert, which shares memory with those of all."""
     if isinstance(matrices, Tensor):
         return matrices[expert]
     num_out = matrices.shape[0] // num_experts
     one = matrices.rows(expert * num_out, (expert + 1) * num_out)
-    if isinstance(one, FloatWeight):
-        return one.to_whole_numbers() if one.bits == 4 else one
-    return one if orders is None else replace(one, column_order=orders[expert])
+    return one if orders is None or isinstance(one, FloatWeight) else replace(one, column_order=orders[expert])
 
 
 def _free_experts(layer: LayerWeights) -> None:
@@ -564,14 +562,15 @@ def _free_experts(layer: LayerWeights) -> None:
 
 
 def _coded_part(
-    weight: QuantizedWeight, first: int, dtype: torch.dtype, rounds_rows: bool = False
+    weight: Coded, first: int, dtype: torch.dtype, rounds_rows: bool = False
 ) -> tuple[_CodedPart, CodedWeight]:
     """Returns a matrix as C++ takes it, and the tensors that it points to."""
     coded = encode(weight, dtype)
     shifts, order = (None if tensor is None else tensor.data_ptr() for tensor in (coded.shifts, coded.order))
     numbers = (coded.codes.data_ptr(), coded.scales.data_ptr(), shifts, coded.factors.data_ptr(), order)
     sizes = (first, coded.codes.shape[0], coded.depth, coded.bits, coded.group_size, coded.scales.shape[1])
-    return _CodedPart(*numbers, *sizes, coded.center, coded.has_halves, rounds_rows), coded
+    has_rounded_rows = rounds_rows and coded.can_round_rows
+    return _CodedPart(*numbers, *sizes, coded.center, coded.is_float, coded.scales.itemsize, has_rounded_rows), coded
 
 
 def _adapter_matrix(matrix: AdapterMatrix | None, dtype: torch.dtype) -> tuple[_AdapterMatrix, tuple[Tensor, ...]]:
@@ -631,7 +630,7 @@ class _CodedPart(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("codes", "scales", "shifts", "factors", "order")),
         *((name, c_int64) for name in ("first_column", "num_columns", "depth", "bits", "group_size", "num_groups")),
-        *((name, c_int64) for name in ("center", "has_halves", "has_rounded_rows")),
+        *((name, c_int64) for name in ("center", "is_float", "scale_size", "has_rounded_rows")),
     )
 
 

@@ -49,12 +49,13 @@ class WeightStream:
 @dataclass(frozen=True, slots=True)
 class TrialCodes:
     """Weights of 4 or 8 bits with a scale of 16 bits, and perhaps a shift, for each group of the depth. They multiply
-    rows as they are, or rounded to 8 bits."""
+    rows as they are, or rounded to 8 bits, except those of FP8."""
 
     bits: int
     group_size: int
     has_shifts: bool
     has_rounded_rows: bool = False
+    is_float: bool = False
 
     @property
     def bits_per_weight(self) -> float:
@@ -107,7 +108,7 @@ class ProductTrial:
             most_rows,
             shape.dtype == torch.bfloat16,
             shape.has_int8_weights,
-            *((0, 0, 0, 0) if shape.codes is None else astuple(shape.codes)),
+            *((0, 0, 0, 0, 0) if shape.codes is None else astuple(shape.codes)),
         )
         trial = calls.inflight_trial_new(ctypes.byref(layout))
         if not trial:
@@ -164,7 +165,7 @@ class _Shape(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_matrices", "columns", "depth", "blocks_at_once", "most_rows")),
         *((name, c_int64) for name in ("is_bfloat16", "is_int8", "bits", "group_size", "has_shifts")),
-        ("has_rounded_rows", c_int64),
+        *((name, c_int64) for name in ("has_rounded_rows", "is_float")),
     )
 
 

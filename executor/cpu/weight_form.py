@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
+from torch import Tensor
 
 from inflight.common.kv_size import most_seats, num_seats
 from inflight.executor.checkpoint.decoder_weights import DecoderWeights
-from inflight.executor.checkpoint.quantized_weight import QuantizedWeight
 from inflight.executor.cpu.coded_weights import encode, is_supported
 from inflight.executor.cpu.streams import TRIAL_BYTES, ProductTrial, TrialCodes, TrialShape, WeightStream
 from inflight.executor.native.library import NativeLibrary
@@ -78,14 +78,16 @@ class ExecutorSizes:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedModel:
-    """What of a model decides the form of its weights. `product` is the largest one of a layer with its codes, and
-    `dense_bytes` is the memory of all quantized matrices if they are expanded."""
+    """What of a model decides the form of its weights. `product` is the largest one of a layer with its codes,
+    `dense_bytes` is the memory of all quantized matrices if they are expanded, and with `can_round_rows` there are
+    products with rows rounded to 8 bits."""
 
     product: TrialShape
     num_layers: int
     dense_bytes: int
     kv_bytes_per_token: int
     context_length: int
+    can_round_rows: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +127,20 @@ def read_quantized(
     which stay as they are: a step reads those that few of its tokens use."""
     fed = [layer for layer in weights.layers if layer.gate_up_parts]
     gate = fed[len(fed) // 2].gate_up_parts[0]
-    if weights.shape.num_experts or not isinstance(gate, QuantizedWeight) or not is_supported(gate):
+    if weights.shape.num_experts or isinstance(gate, Tensor) or not is_supported(gate):
         return None
     coded = encode(gate.rows(0, SOME_ROWS), dtype)
-    codes = TrialCodes(coded.bits, coded.group_size, coded.shifts is not None)
+    codes = TrialCodes(coded.bits, coded.group_size, coded.shifts is not None, is_float=coded.is_float)
     of_layers = ((*one.qkv_matrices, one.output, *one.gate_up_parts, one.down) for one in weights.layers)
     matrices = [matrix for of_layer in (*of_layers, (weights.head,)) for matrix in of_layer]
-    num_numbers = sum(matrix.shape.numel() for matrix in matrices if isinstance(matrix, QuantizedWeight))
+    num_numbers = sum(matrix.shape.numel() for matrix in matrices if not isinstance(matrix, Tensor))
     return QuantizedModel(
         product_of(weights.shape.hidden_size, weights.shape.intermediate_size, dtype, codes),
         weights.shape.num_layers,
         num_numbers * dtype.itemsize,
         kv_bytes_per_token,
         context_length,
+        coded.can_round_rows,
     )
 
 
@@ -150,7 +153,7 @@ def choose_form(
 ) -> FormChoice:
     """Returns the form for an executor with so much free memory. `may_round`: rows may be rounded. It measures if there
     is a choice, and if reading and multiplying the weights takes a time worth measuring."""
-    lack = lack_of_memory(model, sizes, free_bytes)
+    lack, may_round = lack_of_memory(model, sizes, free_bytes), may_round and model.can_round_rows
     forms = [form for form in WeightForm if may_round or form is not WeightForm.ROUNDED_ROWS]
     if lack is not None:
         forms.remove(WeightForm.DENSE)

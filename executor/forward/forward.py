@@ -137,11 +137,6 @@ class Forward(Protocol):
         return not is_gpu(self.layout.device)
 
     @property
-    def hidden_size(self) -> int | None:
-        """Numbers of a hidden state, if it writes those that a batch needs (`StepBatch.hidden`); None: it does not."""
-        return None
-
-    @property
     def routes_by_itself(self) -> bool:
         """Whether it chooses the experts of a token itself, rather than by the code of transformers."""
         return False

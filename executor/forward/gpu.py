@@ -42,8 +42,9 @@ class GpuForward(Forward):
 
     @property
     def adapters(self) -> AdapterMemory | None:
-        # Slots would have matrices of the size of an expert, and have none for the gates of queries.
-        has_slots = not self.routes_by_itself and not self.decoder.shape.has_output_gate
+        # Slots have no matrices for the gates of queries, and none that differ from layer to layer in two ways.
+        shape = self.decoder.shape
+        has_slots = not shape.has_output_gate and not (shape.recurrent_layers and shape.num_experts)
         return AdapterMemory.of(self.decoder) if has_slots else None
 
     @property

@@ -17,7 +17,7 @@ from inflight.executor.attention.transformers_hook import PagedStep
 from inflight.executor.engine.runner import StepSizes
 from inflight.executor.forward.forward import Kv
 from inflight.executor.forward.gpu_memory import free_beside_steps
-from inflight.executor.forward.transformers import TransformersForward
+from inflight.executor.forward.transformers import TransformersForward, writing_hidden
 from inflight.executor.gpu.decoder import Ranks
 from inflight.executor.gpu.row_groups import RowGroups
 from inflight.executor.gpu.runner import GpuRunner
@@ -49,13 +49,14 @@ class NetworkDecoder:
     ) -> Tensor:
         """Computes a step like `GpuDecoder.forward`, with the attention of the backend."""
         layout = self._layout
-        computed: Tensor = self._network(
-            input_ids=batch.token_ids[None].long(),
-            position_ids=batch.positions[None].long(),
-            use_cache=False,
-            logits_to_keep=batch.logit_rows.long(),
-            inflight_step=PagedStep(layout.backend, layout.layers, kv, batch),
-        ).logits[0]
+        with writing_hidden(self._network, batch):
+            computed: Tensor = self._network(
+                input_ids=batch.token_ids[None].long(),
+                position_ids=batch.positions[None].long(),
+                use_cache=False,
+                logits_to_keep=batch.logit_rows.long(),
+                inflight_step=PagedStep(layout.backend, layout.layers, kv, batch),
+            ).logits[0]
         return computed if logits is None else logits.copy_(computed)
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.attention.transformers_hook import PagedStep
 from inflight.executor.forward.forward import Forward, Kv, StateMemory
-from inflight.executor.forward.transformers import hidden_size_of, writing_hidden
+from inflight.executor.forward.transformers import writing_hidden
 from inflight.executor.recurrent.mixer import LayerMemory, Mixer, StateSizes, StateStep
 from inflight.executor.step.batch import StepBatch
 
@@ -60,10 +60,6 @@ class HybridForward(Forward):
             reserve=self._reserve,
             slots=lambda: [slot for memory in self._memories.values() for slot in memory.slots],
         )
-
-    @property
-    def hidden_size(self) -> int:
-        return hidden_size_of(self._network)
 
     def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
         layout = self.layout

@@ -35,10 +35,6 @@ class NativeForward(Forward):
     def routes_by_itself(self) -> bool:
         return self.decoder.shape.num_experts > 0
 
-    @property
-    def hidden_size(self) -> int:
-        return self.decoder.shape.hidden_size
-
     def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
         return self.decoder.logits(batch, kv)
 

@@ -24,10 +24,6 @@ class TransformersForward(Forward):
     network: PreTrainedModel
     layout: KvLayout
 
-    @property
-    def hidden_size(self) -> int:
-        return hidden_size_of(self.network)
-
     def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
         layout = self.layout
         batch = batch.to(layout.device)

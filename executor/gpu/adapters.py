@@ -64,7 +64,8 @@ class ProductSize:
 
 
 class AdapterSlots:
-    """Memory for adapters of ranks up to `max_rank`: A and B of every layer and product, by slot."""
+    """Memory for adapters of ranks up to `max_rank`: A and B of every layer and product, by slot. Beside experts
+    adapters change the products of attention alone."""
 
     def __init__(
         self, shape: DecoderShape, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
@@ -88,7 +89,7 @@ class AdapterSlots:
         # A stream of its own: the copies do not wait for the steps that are launched, nor those for the copies.
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for layer, matrices in enumerate(weights.layers):
-                for product, parts in enumerate(PARTS):
+                for product, parts in enumerate(PARTS[: len(self.sizes)]):
                     self._load_product(slot, layer, product, [matrices[part] for part in parts])
         if self._stream is not None:
             self._stream.synchronize()
@@ -106,6 +107,8 @@ class AdapterSlots:
 
     def add(self, layer: int, product: Product, inputs: Tensor, outputs: Tensor, groups: RowGroups) -> None:
         """Adds the changes of a product to its `outputs[T, outputs]` in place, from `inputs[T, inputs]`."""
+        if product >= len(self.sizes):
+            return
         size, rank, count = self.sizes[product], self._rank, groups.slots.shape[0]
         num_ranks, tile_ranks = size.num_parts * rank, min(MAX_TILE_RANKS, rank)
         partials = torch.empty(
@@ -136,19 +139,17 @@ def slot_bytes(shape: DecoderShape, max_rank: int, dtype: torch.dtype) -> int:
     """Returns the memory of a slot for adapters of ranks up to `max_rank`."""
     attention, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     sizes = LayerSizes(shape.hidden_size, attention, kv, shape.intermediate_size)
-    return gpu_adapter_slot_bytes(shape.num_layers, sizes, max_rank, dtype.itemsize)
+    return gpu_adapter_slot_bytes(shape.num_layers, sizes, max_rank, dtype.itemsize, has_experts=shape.num_experts > 0)
 
 
 def _sizes(shape: DecoderShape) -> tuple[ProductSize, ...]:
     """Returns the sizes by `Product`."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     attention, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return (
-        ProductSize(hidden, attention, kv, 3),
-        ProductSize(attention, hidden, 0, 1),
-        ProductSize(hidden, inner, inner, 2),
-        ProductSize(inner, hidden, 0, 1),
-    )
+    of_attention = ProductSize(hidden, attention, kv, 3), ProductSize(attention, hidden, 0, 1)
+    if shape.num_experts:
+        return of_attention
+    return (*of_attention, ProductSize(hidden, inner, inner, 2), ProductSize(inner, hidden, 0, 1))
 
 
 def _a_shape(size: ProductSize, rank: int) -> tuple[int, int]:

@@ -225,6 +225,10 @@ class GpuDecoder:
         of the backend's.
         """
         hidden, delta = self._compute_layers(batch, kv, groups, attention or self._backend)
+        if batch.hidden is not None:
+            states = residual_norm(hidden, delta, self._final_norm, self._epsilon)
+            batch.hidden.copy_(states[batch.hidden_rows])
+            return self.logits(states[batch.logit_rows], logits)
         if batch.logit_rows.shape[0] != batch.num_tokens or batch.target_ids.shape[0]:
             hidden, delta = hidden[batch.logit_rows], dense(delta)[batch.logit_rows]
         return self.logits(residual_norm(hidden, delta, self._final_norm, self._epsilon), logits)

@@ -10,7 +10,7 @@ step needs all logits they are gathered, on all ranks, behind the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -117,15 +117,24 @@ class DeviceStep:
         sizes = (num_tokens, num_sequences, num_logits, num_scored)
         return StepLayout(*sizes, self._num_adapters, is_padded, self._num_state_words)
 
-    def compute(self, layout: StepLayout, num_decodes: int, attention: StepAttention | None = None) -> None:
+    def compute(
+        self,
+        layout: StepLayout,
+        num_decodes: int,
+        attention: StepAttention | None = None,
+        hidden_rows: Tensor | None = None,
+    ) -> Tensor | None:
         """Fills in carried tokens, computes the model, and draws the next tokens. `attention` takes the place of the
-        backend's."""
+        backend's. Returns the hidden states `[P, hidden]` float32 of `hidden_rows[P]`, if they are given."""
         self.drop_others()
         self.buffers.resolve(layout)
         batch = self.buffers.batch(layout, num_decodes, self.block_size)
+        if hidden_rows is not None:
+            batch = replace(batch, hidden_rows=hidden_rows).with_hidden(self._decoder.hidden_size)
         logits = self.logits[: layout.num_logits + layout.num_scored]
         self._decoder.forward(batch, self.kv, logits, self.buffers.row_groups(layout), attention)
         self._draw(layout)
+        return batch.hidden
 
     def compute_states(self, layout: StepLayout) -> None:
         """Computes the part of a step that depends on the numbers of tokens and sequences of its layout alone. Which
@@ -135,6 +144,10 @@ class DeviceStep:
         batch = self.buffers.batch(layout, layout.num_sequences, self.block_size)
         states = self._fused.states(batch, self.kv, self.buffers.row_groups(layout))
         self._states[: layout.num_tokens] = states
+
+    def hidden(self, rows: Tensor) -> Tensor:
+        """Returns the hidden states `[P, hidden]` float32 of some tokens, after `compute_states`."""
+        return self._states[rows].float()
 
     def finish(self, layout: StepLayout) -> None:
         """Computes the logits and draws the next tokens, after `compute_states`."""
@@ -233,13 +246,17 @@ class GraphedStep:
             layout = self._step.layout(*sizes, is_padded=True)
         return StepForm(layout, bucket.num_sequences, bucket)
 
-    def compute(self, form: StepForm, attention: StepAttention | None = None) -> None:
-        """Computes the step that was uploaded last, in this form. A step in a bucket has the backend's attention."""
+    def compute(
+        self, form: StepForm, attention: StepAttention | None = None, hidden_rows: Tensor | None = None
+    ) -> Tensor | None:
+        """Computes the step that was uploaded last, in this form. A step in a bucket has the backend's attention.
+        Returns the hidden states of `hidden_rows` as `DeviceStep.compute` does; a step with such is not of decodes
+        alone."""
         graph = None if form.bucket is None else self._graphs.get(form.bucket)
         if graph is None:
-            self._step.compute(form.layout, form.num_decodes, attention)
-        else:
-            self.replay(graph, form)
+            return self._step.compute(form.layout, form.num_decodes, attention, hidden_rows)
+        self.replay(graph, form)
+        return None if hidden_rows is None else self._step.hidden(hidden_rows)
 
     def replay(self, graph: Graph, form: StepForm) -> None:
         """Computes a step of a captured form."""

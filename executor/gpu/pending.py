@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ from torch import Tensor
 from inflight.executor.device import StepTimer, host_zeros
 from inflight.executor.engine.runner import token_ids_of
 from inflight.executor.gpu.processing import needs_tokens
-from inflight.executor.scheduler.sequence import NO_LOGPROBS, TokenLogprobs
+from inflight.executor.scheduler.sequence import NO_LOGPROBS, PooledRows, TokenLogprobs
+from inflight.executor.step.batch import pooled_sums
 from inflight.executor.step.logprobs import StepLogprobs
 from inflight.executor.step.sampling_columns import SamplingBatch
 
@@ -33,6 +36,17 @@ class ReadBack:
         self._free.append(on_host)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PooledStates:
+    """The hidden states of a plan's `pooled` rows, on the host once the step has ended; None without such rows."""
+
+    hidden: Tensor | None = None
+    rows: tuple[PooledRows, ...] = ()
+
+
+NO_STATES = PooledStates()
+
+
 class GpuStep:
     """A pending step. Steps must be read in the order of launch; `before` is the previous one.
 
@@ -49,6 +63,7 @@ class GpuStep:
         before: GpuStep | None,
         reported: StepLogprobs | None = None,
         check: Callable[[], None] | None = None,
+        pooled: PooledStates = NO_STATES,
     ) -> None:
         self.began_s = timer.began_s
         self.ended_s = timer.began_s
@@ -61,6 +76,7 @@ class GpuStep:
         self._before = before
         self._reported = reported
         self._check = check
+        self._pooled = pooled
 
     def result(self) -> tuple[int | None, ...]:
         """Waits for the ids. May be called once."""
@@ -81,3 +97,7 @@ class GpuStep:
 
     def logprobs(self) -> Mapping[int, TokenLogprobs]:
         return NO_LOGPROBS if self._reported is None else self._reported.read()
+
+    def pooled(self) -> tuple[array[float], ...]:
+        hidden = self._pooled.hidden
+        return () if hidden is None else pooled_sums(hidden, self._pooled.rows)

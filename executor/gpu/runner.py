@@ -23,13 +23,13 @@ from inflight.common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from inflight.executor.attention.backend import LayerKv, StepAttention
 from inflight.executor.attention.flashinfer import FlashInfer
 from inflight.executor.attention.gpu_host_tier import GpuHostTier
-from inflight.executor.device import StepTimer
+from inflight.executor.device import StepTimer, to_host
 from inflight.executor.engine.runner import DeviceLostError, PendingStep
 from inflight.executor.gpu.device_step import DeviceStep, GraphedStep, StepDecoder, StepForm
 from inflight.executor.gpu.graph_check import AttentionCheck, GraphCheck
 from inflight.executor.gpu.graphs import Bucket, Capture, bucket_of, capture, mixed_buckets
 from inflight.executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling, warm_up_lengths
-from inflight.executor.gpu.pending import GpuStep, ReadBack
+from inflight.executor.gpu.pending import GpuStep, PooledStates, ReadBack
 from inflight.executor.gpu.processing import NO_PLACES, UNREAD_TOKENS, Processing, name_excluded, unread_places
 from inflight.executor.gpu.step_buffers import StepBuffers
 from inflight.executor.gpu.step_layout import StepLayout, Words
@@ -191,7 +191,8 @@ class GpuRunner:
                 attention = self._plan_attention(form, batch)
                 self._upload(form, batch, sampling, entries)
                 self._follower.sent()
-                self._graphed.compute(form, attention)
+                rows = batch.hidden_rows.to(self._device) if plan.pooled else None
+                hidden = self._graphed.compute(form, attention, rows)
                 if needs_logits(sampling):
                     self._step.gather_and_draw(form.layout)
                 if are_filled is not None:
@@ -199,13 +200,15 @@ class GpuRunner:
                 self._process(form.layout, sampling, unread)
                 reported = self._report(form.layout, sampling)
                 on_host = self._read_back.start(self._buffers.sampled_ids[: sampling.num_rows])
+                hidden = None if hidden is None else to_host(hidden)
         except Exception as error:
             if self._followers is not None:
                 raise self._followers.lost(error) from error
             raise
         timer.stop()
         check = None if self._followers is None else self._followers.check
-        self._newest = GpuStep(timer, self._read_back, on_host, sampling, self._newest, reported, check)
+        pooled = PooledStates(hidden, plan.pooled)
+        self._newest = GpuStep(timer, self._read_back, on_host, sampling, self._newest, reported, check, pooled)
         return self._newest
 
     def receive(self, words: Words, first: int, count: int) -> None:

@@ -34,10 +34,8 @@ from inflight.executor.checkpoint.packed_linear import pack_linears
 from inflight.executor.checkpoint.quantized_linear import (
     QuantizedLinear,
     expand_fp8,
-    has_whole_numbers,
     is_quantized,
     make_dense,
-    with_whole_numbers,
 )
 from inflight.executor.checkpoint.quiet import quiet_transformers
 from inflight.executor.checkpoint.rounding import round_linears
@@ -158,17 +156,16 @@ def load_model(
     _check(forward, expectation, description, network.config)
     del network, weights, chosen
     return_free_memory()
-    return PagedModel(description, forward, sampler, _checked_pooling(pooling, forward, shard))
+    return PagedModel(description, forward, sampler, _checked_pooling(pooling, shard))
 
 
-def _checked_pooling(pooling: Pooling | None, forward: Forward, shard: Shard) -> Pooling | None:
+def _checked_pooling(pooling: Pooling | None, shard: Shard) -> Pooling | None:
     if pooling is None:
         return None
-    if shard.num_ranks > 1 or forward.hidden_size is None:
-        where = "tensor_parallel_size above 1" if shard.num_ranks > 1 else f"device {forward.layout.device}"
+    if shard.num_ranks > 1:
         raise ModelError(
             f"it makes {'scores' if pooling.kind is PoolingKind.SCORE else 'embeddings'}, which are not built for "
-            f"{where}; use device cpu with one rank, or --pooling off to generate only"
+            "tensor_parallel_size above 1; use one rank, or --pooling off to generate only"
         )
     return pooling
 
@@ -210,7 +207,8 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
         raise ModelError(f"its recurrent layers run on a GPU without tensor_parallel_size={num_ranks} only")
     if weight_dtype == "fp8":
         _check_fp8_weights(network)
-    weights = _with_codes_of_gpu(weights) if backend.name == "triton" else _with_codes_of_cpu(weights)
+    if backend.name == "triton":
+        weights = _with_codes_of_gpu(weights)
     weight_dtype = weights.weight_dtype
     if forward_name == "auto" and backend.name != "reference":
         order_experts(network)
@@ -245,22 +243,13 @@ def _choose_forward(weights: _Weights, forward_name: str, backend_name: str, str
     expand_fp8(network, network.dtype)
     if expand_experts(network):
         log.info("quantized experts are expanded to %s", network.dtype)
-        weight_dtype = weight_dtype if is_quantized(network) or weight_dtype != "quantized" else "dense"
+    if weight_dtype == "quantized" and not is_quantized(network):
+        weight_dtype = "dense"
     pack_linears(network)
     if weights.mixers:
         hybrid = HybridForward(network, weights.layout, weights.mixers, attention_layers(network))
         return _Chosen(hybrid, weight_dtype, {})
     return _Chosen(TransformersForward(network, weights.layout), weight_dtype, {})
-
-
-def _with_codes_of_cpu(weights: _Weights) -> _Weights:
-    """Makes whole numbers of weights in FP4, of those of experts when they are packed; weights in FP8 are expanded
-    then. Returns the weights with the type that they have then."""
-    with_whole_numbers(weights.network)
-    if weights.weight_dtype not in AS_QUANTIZED or has_whole_numbers(weights.network):
-        return weights
-    log.info("weights in FP8 are expanded to %s", weights.network.dtype)
-    return replace(weights, weight_dtype="dense")
 
 
 def _with_codes_of_gpu(weights: _Weights) -> _Weights:

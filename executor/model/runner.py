@@ -25,7 +25,7 @@ from inflight.executor.model.model import PagedModel
 from inflight.executor.recurrent.host_slots import HostSlots
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
-from inflight.executor.step.batch import StepBatch
+from inflight.executor.step.batch import StepBatch, pooled_sums
 from inflight.executor.step.inputs import StepInputs
 from inflight.executor.step.logprobs import StepLogprobs
 from inflight.executor.step.sampling_columns import SamplingBatch
@@ -44,8 +44,7 @@ class LaunchedStep:
         self.swaps_in = plan.swaps_in
         self.state_swaps_out = plan.state_swaps_out
         self.state_swaps_in = plan.state_swaps_in
-        # Of each of the plan's `pooled`, the number of its rows among the hidden states.
-        self._num_hidden = [one.end - one.start for one in plan.pooled]
+        self._pooled_rows = plan.pooled
         self._pooled: tuple[array[float], ...] = ()
         self.began_s = 0.0
         self.ended_s = 0.0
@@ -61,8 +60,7 @@ class LaunchedStep:
 
     def pool(self, hidden: Tensor) -> None:
         """Takes the hidden states `[P, hidden_size]`, before `settle`."""
-        parts = hidden.to("cpu", torch.float64).split(self._num_hidden)
-        self._pooled = tuple(array("d", part.sum(0).numpy().tobytes()) for part in parts)
+        self._pooled = pooled_sums(hidden, self._pooled_rows)
 
     def fail(self, error: BaseException) -> None:
         """Delivers the failure."""

@@ -1,6 +1,9 @@
-// Products with weights that are whole numbers of 4 or 8 bits, with a scale and an offset for each group of the depth.
+// Products with weights that are numbers of 4 or 8 bits, with a scale for each group of the depth: whole numbers, which
+// may have an offset too, or floating-point numbers, e2m1 ("FP4") and e4m3 ("FP8").
 //
-// They stay as they are in memory, and become Elements in registers, exactly: a code less a center is a small integer.
+// They stay as they are in memory, and become Elements in registers, exactly: a code less a center is a small integer,
+// and so is twice a number of FP4, which a table gives; the scales of FP4 are halves then. Numbers of FP8 have 4
+// significant bits.
 // The products of a group are added in float32, and then the group is scaled and shifted:
 //
 //     sum = Σ over groups of scale · (Σ (code - center) · x + shift · Σ x)
@@ -11,8 +14,8 @@
 // scale a group's products, and without a scale their sums would leave the tiles after each group.
 //
 // A part may ask for rounded rows instead (llama.cpp's Q8_0 and Q8_1): each 32 numbers of a row, or 16 if groups are so
-// small, become int8 with a scale of their own. Their products with codes are sums of integers, exact in every order.
-// Tiles are not used for them.
+// small, become int8 with a scale of their own. Their products with codes, also those of FP4 by its table, are sums of
+// integers, exact in every order. Tiles are not used for them, and FP8 has no such products.
 //
 // A block is 32 columns of a product, as in matmul.h, and of one format. Blocks of a matrix may differ, and some may be
 // plain. A block has 32 float32 factors, and then for each group of the depth
@@ -20,8 +23,9 @@
 //     [group_size * bits / 32 lanes, 32 columns] lanes, [32] scales, [32] shifts if there are any
 //
 // A lane of 32 bits has 8 codes of the depth, number 2i in the lower 16 bits at bit 4i and number 2i + 1 in the upper
-// ones, or 4 codes of 8 bits in order, signed, their center subtracted. Scales are float32; or 16 bits, multiplied by
-// the column's factor, a power of two.
+// ones, or 4 codes of FP8, number 2i in the lower 16 bits at bit 8i, or 4 whole numbers of 8 bits in order, signed,
+// their center subtracted. Scales are float32, halves, or powers of two by the 8 bits of their exponents, and are
+// multiplied by the column's factor.
 
 #pragma once
 
@@ -46,8 +50,9 @@ constexpr bool ROUNDS_WEIGHTS = false;
 // How the codes of a part of a matrix are kept, and which rows they multiply.
 struct CodeFormat {
     int64_t bits, group_size, num_groups;
-    int64_t center;            // of 4 bits; 0 for 8 bits
-    bool has_halves;           // scales and shifts have 16 bits
+    int64_t center;            // of whole numbers of 4 bits; else 0
+    bool is_float;
+    int64_t scale_size;        // bytes of a scale or shift
     bool has_shifts;
     bool has_rounded_rows;
     int view;                  // of the rows, or NO_VIEW: as they are
@@ -56,7 +61,7 @@ struct CodeFormat {
     static constexpr int64_t FACTOR_BYTES = BLOCK_COLUMNS * sizeof(float);
 
     int64_t code_bytes() const { return group_size * BLOCK_COLUMNS * bits / 8; }
-    int64_t scale_bytes() const { return BLOCK_COLUMNS * (has_halves ? sizeof(uint16_t) : sizeof(float)); }
+    int64_t scale_bytes() const { return BLOCK_COLUMNS * scale_size; }
     int64_t group_bytes() const { return code_bytes() + (has_shifts ? 2 : 1) * scale_bytes(); }
     int64_t block_bytes() const { return FACTOR_BYTES + num_groups * group_bytes(); }
 };
@@ -65,14 +70,16 @@ extern "C" {
 
 // A part of a matrix, some of its columns; decoder.py's `_CodedPart`, in the same order. Codes are
 // `[num_columns, depth * bits / 8]`, those of 4 bits in pairs, the first in the lower half of a byte. Scales and shifts
-// are `[num_columns, num_groups]` of halves or float32, and factors `[num_columns]`. Column i of the codes multiplies
-// number order[i] of a row, or without an order number i.
+// are `[num_columns, num_groups]` of `scale_size` bytes: float32, halves, or exponents of powers of two plus 127. Factors
+// are `[num_columns]`; with FP4 they are halved. Column i of the codes multiplies number order[i] of a row, or without an
+// order number i.
 struct CodedPart {
     const uint8_t* codes;
     const void *scales, *shifts;
     const float* factors;
     const int32_t* order;
-    int64_t first_column, num_columns, depth, bits, group_size, num_groups, center, has_halves, has_rounded_rows;
+    int64_t first_column, num_columns, depth, bits, group_size, num_groups, center, is_float, scale_size;
+    int64_t has_rounded_rows;
 };
 
 }  // extern "C"
@@ -111,8 +118,10 @@ struct RowView {
     int64_t num_rounded() const { return num_groups * group_size / rounded_size(group_size); }
 };
 
-// The zero of codes of 8 bits once they have become unsigned.
-constexpr int64_t UNSIGNED_ZERO = 128;
+// The zero of codes of 8 bits once they have become unsigned, and that of twice the numbers of FP4.
+constexpr int64_t UNSIGNED_ZERO = 128, FP4_ZERO = 12;
+// Twice the numbers of FP4 by their codes.
+constexpr int TWICE_FP4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // A matrix of blocks that differ, of some parts with codes, and of plain blocks.
 class Mixture {
@@ -123,7 +132,7 @@ class Mixture {
         blocks_.resize(num_blocks);
         formats_of_blocks_.resize(num_blocks, PLAIN);
         formats_.push_back({part.bits, part.group_size, part.num_groups, part.bits == 4 ? part.center : 0,
-                            part.has_halves != 0, part.shifts != nullptr, part.has_rounded_rows != 0,
+                            part.is_float != 0, part.scale_size, part.shifts != nullptr, part.has_rounded_rows != 0,
                             view_of(part, part.shifts != nullptr && !ROUNDS_WEIGHTS<Element> && !part.has_rounded_rows)});
         has_rounded_rows_ |= part.has_rounded_rows != 0;
         for (int64_t column = part.first_column; column < part.first_column + part.num_columns; ++column)
@@ -163,11 +172,14 @@ class Mixture {
                 for (int64_t i = 0; i < 4; ++i) {
                     const int64_t at = (group * lanes + lane) * 4 + i;
                     const uint32_t byte = at < row_bytes ? codes[at] : filler;
-                    packed |= part.bits == 4 ? (byte & 15u) << (4 * i) | (byte >> 4) << (16 + 4 * i) : byte << (8 * i);
+                    if (part.bits == 4)
+                        packed |= (byte & 15u) << (4 * i) | (byte >> 4) << (16 + 4 * i);
+                    else
+                        packed |= byte << (part.is_float ? 16 * (i % 2) + 8 * (i / 2) : 8 * i);
                 }
                 std::memcpy(to + (lane * BLOCK_COLUMNS + column) * 4, &packed, sizeof packed);
             }
-            const int64_t size = format.has_halves ? sizeof(uint16_t) : sizeof(float);
+            const int64_t size = format.scale_size;
             const int64_t from = (index * format.num_groups + group) * size;
             char* const scales = to + format.code_bytes() + column * size;
             std::memcpy(scales, static_cast<const char*>(part.scales) + from, size);
@@ -183,7 +195,7 @@ class Mixture {
         const RowView view{part.order == nullptr ? std::vector<int32_t>()
                                                  : std::vector<int32_t>(part.order, part.order + part.depth),
                            part.group_size, part.num_groups, has_sums, part.has_rounded_rows ? part.bits : 0,
-                           part.bits == 4 ? part.center : UNSIGNED_ZERO};
+                           part.is_float ? FP4_ZERO : part.bits == 4 ? part.center : UNSIGNED_ZERO};
         if (view.order.empty() && !view.has_sums && view.rounded_for_bits == 0) return CodeFormat::NO_VIEW;
         for (size_t i = 0; i < views_.size(); ++i)
             if (views_[i].order == view.order && views_[i].group_size == view.group_size &&
@@ -354,21 +366,65 @@ constexpr int CODED_ROWS = REGISTER_ROWS / 2;
 
 constexpr int ROUNDED_ROWS = REGISTER_ROWS * 2 / 3;
 
-// Makes Elements of the packed codes of BITS bits.
-template <class Element, int BITS>
+// Whether codes of 4 bits become Elements by a table, those of FP4 like whole numbers.
+#if defined(__AVX512BW__)
+constexpr bool HAS_TABLE = true;
+#else
+constexpr bool HAS_TABLE = false;
+#endif
+
+// Twice the numbers of FP4 codes, one in each lane of a vector of signed integers.
+template <class Integers>
+ALWAYS_INLINE Integers twice_fp4(Integers codes) {
+    const Integers magnitude = codes & 7, exponent = magnitude >> 1, negative = codes > 7;
+    Integers number = (magnitude & 1) | ((exponent > 0) & 2);
+    number += number & (exponent > 1);
+    number += number & (exponent > 2);
+    return (number ^ negative) - negative;
+}
+
+struct UnsignedFp4 {
+    int8_t numbers[16];
+    constexpr UnsignedFp4() : numbers() {
+        for (int i = 0; i < 16; ++i) numbers[i] = (int8_t)(TWICE_FP4[i] + FP4_ZERO);
+    }
+};
+alignas(16) constexpr UnsignedFp4 UNSIGNED_FP4;
+
+// The same of codes in bytes, as unsigned numbers: FP4_ZERO larger.
+ALWAYS_INLINE Words unsigned_fp4(Words codes) {
+#if defined(__AVX512BW__)
+    const __m128i numbers = _mm_load_si128((const __m128i*)UNSIGNED_FP4.numbers);
+    return (Words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(numbers), (__m512i)codes);
+#elif defined(__AVX2__)
+    const __m128i numbers = _mm_load_si128((const __m128i*)UNSIGNED_FP4.numbers);
+    return (Words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(numbers), (__m256i)codes);
+#else
+    typedef int8_t Bytes __attribute__((vector_size(4 * WIDTH)));
+    return (Words)(twice_fp4((Bytes)codes) + (int8_t)FP4_ZERO);
+#endif
+}
+
+// Makes Elements of the packed codes of BITS bits, with IS_FLOAT of floating-point numbers, of FP4 twice of them.
+template <class Element, int BITS, bool IS_FLOAT>
 class Codes {
   public:
     static constexpr int UNITS = 32 / BITS / Element::PAIR;  // of a lane
 
-    explicit Codes(int64_t center) {
-        if constexpr (BITS != 4) return;
-        center_ = all((float)center);
+    explicit Codes(const CodeFormat& format) {
+        if constexpr (BITS == 8 && !IS_FLOAT) return;
+        center_ = all((float)format.center);
 #if defined(__AVX512F__)
-        // Of each possible code, and again for codes whose highest bit is the lowest of another code.
+        // Of each possible code, and again for codes whose highest bit is the lowest of another code; of FP8 those of
+        // codes below 8, which have no implicit bit.
         alignas(64) typename Element::Number table[64 / sizeof(typename Element::Number)];
         for (int i = 0; i < 16; i += WIDTH) {
             Floats numbers;
-            for (int lane = 0; lane < WIDTH; ++lane) numbers[lane] = (float)(i + lane - center);
+            for (int lane = 0; lane < WIDTH; ++lane) {
+                const int code = i + lane;
+                if constexpr (BITS == 8) numbers[lane] = (float)code * 0x1p-9f;
+                else numbers[lane] = (float)(format.is_float ? TWICE_FP4[code] : code - format.center);
+            }
             Element::put(table + i, numbers);
             if constexpr (Element::PAIR == 2) Element::put(table + 16 + i, numbers);
         }
@@ -382,6 +438,15 @@ class Codes {
 #if defined(__AVX512BW__)
             if constexpr (BITS == 4)
                 return (Words)_mm512_permutexvar_epi16((__m512i)(lanes >> (4 * index)), table_);
+            else if constexpr (IS_FLOAT) {
+                const Words codes = lanes >> (8 * index);
+                const __m512i magnitudes = (__m512i)(codes & 0x007f007fu);
+                // The exponents differ by 120.
+                const __m512i numbers = _mm512_add_epi16(_mm512_slli_epi16(magnitudes, 4), _mm512_set1_epi16(120 << 7));
+                const __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitudes, _mm512_set1_epi16(8));
+                return (Words)_mm512_mask_permutexvar_epi16(numbers, is_small, magnitudes, table_) |
+                       (codes & 0x00800080u) << 8;
+            }
 #endif
             return ((Words)number(lanes, 2 * index) >> 16) | ((Words)number(lanes, 2 * index + 1) & 0xffff0000u);
         } else {
@@ -397,7 +462,12 @@ class Codes {
             if constexpr (Element::PAIR == 1)
                 return (Floats)_mm512_permutexvar_ps((__m512i)shifted, _mm512_castsi512_ps(table_));
 #endif
+            if constexpr (IS_FLOAT) return __builtin_convertvector(twice_fp4((Ints)(shifted & 15u)), Floats);
             return __builtin_convertvector((Ints)(shifted & 15u), Floats) - center_;
+        } else if constexpr (IS_FLOAT) {
+            const Words code = lanes >> (16 * (index % 2) + 8 * (index / 2));
+            const Floats magnitude = (Floats)((code & 0x7fu) << 20) * 0x1p120f;
+            return (Floats)((Words)magnitude | (code & 0x80u) << 24);
         } else {
             return __builtin_convertvector((Ints)(lanes << (24 - 8 * index)) >> 24, Floats);
         }
@@ -425,17 +495,21 @@ ALWAYS_INLINE Floats load_halves(const char* from) {
 
 // The scales or shifts of columns, from `column` of a block on.
 ALWAYS_INLINE Floats load_scales(const CodeFormat& format, const char* scales, int column) {
-    return format.has_halves ? load_halves(scales + column * sizeof(uint16_t))
-                             : load(reinterpret_cast<const float*>(scales) + column);
+    if (format.scale_size == sizeof(uint16_t)) return load_halves(scales + column * sizeof(uint16_t));
+    if (format.scale_size == sizeof(float)) return load(reinterpret_cast<const float*>(scales) + column);
+    typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
+    Bytes exponents;
+    std::memcpy(&exponents, scales + column, sizeof exponents);
+    return (Floats)(__builtin_convertvector(exponents, Words) << 23);
 }
 
 // Adds to `sums[row, 32 columns]`, for the columns of one pass. `row_sums` are those of a row's groups.
-template <class Element, int BITS, int ROWS>
+template <class Element, int BITS, bool IS_FLOAT, int ROWS>
 void multiply_codes(const CodeFormat& format, const char* block, const char* next, int pass,
                     const Rows<Element>& rows, const float* row_sums, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
     using Number = typename Element::Number;
-    using These = Codes<Element, BITS>;
-    const These codes(format.center);
+    using These = Codes<Element, BITS, IS_FLOAT>;
+    const These codes(format);
     const int64_t num_lanes = format.group_size / (These::UNITS * Element::PAIR);
     int column_of[PASS_VECTORS];
     Floats factors[PASS_VECTORS];
@@ -499,18 +573,18 @@ void multiply_codes(const CodeFormat& format, const char* block, const char* nex
 }
 
 // Calls `multiply_codes` with the number of rows as a constant.
-template <class Element, int BITS, int ROWS = CODED_ROWS>
+template <class Element, int BITS, bool IS_FLOAT, int ROWS = CODED_ROWS>
 void multiply_some_codes(int num_rows, const CodeFormat& format, const char* block, const char* next, int pass,
                          const Rows<Element>& rows, const float* row_sums, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
     if constexpr (ROWS > 1)
         if (num_rows < ROWS)
-            return multiply_some_codes<Element, BITS, ROWS - 1>(num_rows, format, block, next, pass, rows, row_sums,
-                                                                sums);
-    multiply_codes<Element, BITS, ROWS>(format, block, next, pass, rows, row_sums, sums);
+            return multiply_some_codes<Element, BITS, IS_FLOAT, ROWS - 1>(num_rows, format, block, next, pass, rows,
+                                                                          row_sums, sums);
+    multiply_codes<Element, BITS, IS_FLOAT, ROWS>(format, block, next, pass, rows, row_sums, sums);
 }
 
 // Adds to `sums[row, 32 columns]` the products of rounded rows, for the columns of one pass.
-template <int BITS, bool HAS_SHIFTS, int ROWS>
+template <int BITS, bool HAS_SHIFTS, bool IS_FLOAT, int ROWS>
 void multiply_rounded(const CodeFormat& format, const char* block, const char* next, int pass, const RoundedRows& rows,
                       Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
     const int64_t size = rounded_size(format.group_size), num_lanes = size * BITS / 32;
@@ -550,7 +624,9 @@ void multiply_rounded(const CodeFormat& format, const char* block, const char* n
                     Ints codes[PASS_VECTORS];
 #pragma GCC unroll 2
                     for (int v = 0; v < PASS_VECTORS; ++v)
-                        codes[v] = (Ints)(BITS == 4 ? packed[v] >> (4 * i) & 0x0f0f0f0fu : packed[v] ^ 0x80808080u);
+                        if constexpr (BITS == 8) codes[v] = (Ints)(packed[v] ^ 0x80808080u);
+                        else if constexpr (IS_FLOAT) codes[v] = (Ints)unsigned_fp4(packed[v] >> (4 * i) & 0x0f0f0f0fu);
+                        else codes[v] = (Ints)(packed[v] >> (4 * i) & 0x0f0f0f0fu);
 #pragma GCC unroll 12
                     for (int r = 0; r < ROWS; ++r) {
                         const auto unit = unit_at<Int8>(numbers + r * stride * (int64_t)sizeof(Rounded), 0);
@@ -582,13 +658,14 @@ void multiply_rounded(const CodeFormat& format, const char* block, const char* n
 }
 
 // Calls `multiply_rounded` with the number of rows as a constant.
-template <int BITS, bool HAS_SHIFTS, int ROWS = ROUNDED_ROWS>
+template <int BITS, bool HAS_SHIFTS, bool IS_FLOAT, int ROWS = ROUNDED_ROWS>
 void multiply_some_rounded(int num_rows, const CodeFormat& format, const char* block, const char* next, int pass,
                            const RoundedRows& rows, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
     if constexpr (ROWS > 1)
         if (num_rows < ROWS)
-            return multiply_some_rounded<BITS, HAS_SHIFTS, ROWS - 1>(num_rows, format, block, next, pass, rows, sums);
-    multiply_rounded<BITS, HAS_SHIFTS, ROWS>(format, block, next, pass, rows, sums);
+            return multiply_some_rounded<BITS, HAS_SHIFTS, IS_FLOAT, ROWS - 1>(num_rows, format, block, next, pass,
+                                                                               rows, sums);
+    multiply_rounded<BITS, HAS_SHIFTS, IS_FLOAT, ROWS>(format, block, next, pass, rows, sums);
 }
 
 #ifdef INFLIGHT_AMX
@@ -614,10 +691,10 @@ ALWAYS_INLINE Words rounded_pairs(Floats low, Floats high) {
 }
 
 // Makes plain tiles of a step of a block: its two panels, one after the other.
-template <int BITS>
-ALWAYS_INLINE void unpack_step(const CodeFormat& format, const Codes<Float32, BITS>& codes, const char* block,
-                               int64_t step, char* to) {
-    constexpr int UNITS_OF_LANE = Codes<BFloat16, BITS>::UNITS;
+template <int BITS, bool IS_FLOAT>
+ALWAYS_INLINE void unpack_step(const CodeFormat& format, const Codes<Float32, BITS, IS_FLOAT>& codes,
+                               const char* block, int64_t step, char* to) {
+    constexpr int UNITS_OF_LANE = Codes<BFloat16, BITS, IS_FLOAT>::UNITS;
     constexpr int HALF_DEPTH = 16, LANES_OF_HALF = HALF_DEPTH * BITS / 32;  // the smallest group
     const float* const factors = reinterpret_cast<const float*>(block);
     Floats scale[BLOCK_COLUMNS / WIDTH], offset[BLOCK_COLUMNS / WIDTH];
@@ -655,24 +732,25 @@ ALWAYS_INLINE void unpack_step(const CodeFormat& format, const Codes<Float32, BI
     }
 }
 
-template <int BITS>
+template <int BITS, bool IS_FLOAT>
 void unpack_block_of(const CodeFormat& format, const char* block, int64_t num_steps, char* to) {
-    const Codes<Float32, BITS> codes(format.center);
+    const Codes<Float32, BITS, IS_FLOAT> codes(format);
     for (int64_t step = 0; step < num_steps; ++step)
         unpack_step<BITS>(format, codes, block, step, to + step * STEP_BYTES);
 }
 
 // Makes a plain block of one with codes.
 inline void unpack_block(const CodeFormat& format, const char* block, int64_t num_steps, char* to) {
-    const auto unpack = format.bits == 4 ? unpack_block_of<4> : unpack_block_of<8>;
+    auto unpack = format.bits == 4 ? unpack_block_of<4, false> : unpack_block_of<8, false>;
+    if (format.is_float) unpack = format.bits == 4 ? unpack_block_of<4, !HAS_TABLE> : unpack_block_of<8, true>;
     unpack(format, block, num_steps, to);
 }
 
 // Multiplies with a block by tiles and unpacks it meanwhile.
-template <int BITS, TileHeight HEIGHT>
+template <int BITS, bool IS_FLOAT, TileHeight HEIGHT>
 void multiply_codes_by_tiles(const CodeFormat& format, const char* block, const char* next, int64_t num_steps,
                              const Rows<BFloat16>& rows, float* out, int64_t out_stride) {
-    const Codes<Float32, BITS> codes(format.center);
+    const Codes<Float32, BITS, IS_FLOAT> codes(format);
     alignas(64) char unpacked[2][STEP_BYTES];
     const char* left = reinterpret_cast<const char*>(rows.numbers);
     const int64_t ahead_bytes = next == nullptr ? 0 : format.block_bytes() / num_steps;  // prefetched in a step
@@ -685,6 +763,18 @@ void multiply_codes_by_tiles(const CodeFormat& format, const char* block, const 
         add_step_of_tiles<BFloat16, HEIGHT>(APART, unpacked[step % 2], left, rows.row_bytes());
     }
     store_tiles<HEIGHT>(out, out_stride);
+}
+
+// Calls it for the kind of codes.
+template <TileHeight HEIGHT>
+void multiply_by_tiles(const CodeFormat& format, const char* block, const char* next, int64_t num_steps,
+                       const Rows<BFloat16>& rows, float* out, int64_t out_stride) {
+    auto multiply =
+        format.bits == 4 ? multiply_codes_by_tiles<4, false, HEIGHT> : multiply_codes_by_tiles<8, false, HEIGHT>;
+    if (format.is_float)
+        multiply =
+            format.bits == 4 ? multiply_codes_by_tiles<4, !HAS_TABLE, HEIGHT> : multiply_codes_by_tiles<8, true, HEIGHT>;
+    multiply(format, block, next, num_steps, rows, out, out_stride);
 }
 
 #endif
@@ -712,13 +802,13 @@ void multiply_coded(const CodeFormat& format, const char* block, const char* nex
                     const Rows<Element>& rows, const float* row_sums, int num_rows, float* out, int64_t out_stride) {
 #ifdef INFLIGHT_AMX
     if constexpr (ROUNDS_WEIGHTS<Element>) {
-        const auto multiply = format.bits == 4
-                                  ? num_rows > 16 ? multiply_codes_by_tiles<4, SOME> : multiply_codes_by_tiles<4, FEW>
-                              : num_rows > 16 ? multiply_codes_by_tiles<8, SOME> : multiply_codes_by_tiles<8, FEW>;
-        return multiply(format, block, next, num_steps, rows, out, out_stride);
+        const auto by_tiles = num_rows > 16 ? multiply_by_tiles<SOME> : multiply_by_tiles<FEW>;
+        return by_tiles(format, block, next, num_steps, rows, out, out_stride);
     }
 #endif
-    const auto multiply = format.bits == 4 ? multiply_some_codes<Element, 4> : multiply_some_codes<Element, 8>;
+    auto multiply = format.bits == 4 ? multiply_some_codes<Element, 4, false> : multiply_some_codes<Element, 8, false>;
+    if (format.is_float)
+        multiply = format.bits == 4 ? multiply_some_codes<Element, 4, !HAS_TABLE> : multiply_some_codes<Element, 8, true>;
     multiply_by_turns<CODED_ROWS>(
         next, num_rows, out, out_stride,
         [&](int count, const char* following, int pass, int row, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
@@ -730,9 +820,12 @@ void multiply_coded(const CodeFormat& format, const char* block, const char* nex
 // The same with rounded rows.
 inline void multiply_rounded_rows(const CodeFormat& format, const char* block, const char* next,
                                   const RoundedRows& rows, int num_rows, float* out, int64_t out_stride) {
-    const auto of_4_bits = format.has_shifts ? multiply_some_rounded<4, true> : multiply_some_rounded<4, false>;
-    const auto of_8_bits = format.has_shifts ? multiply_some_rounded<8, true> : multiply_some_rounded<8, false>;
-    const auto multiply = format.bits == 4 ? of_4_bits : of_8_bits;
+    const auto of_4_bits =
+        format.has_shifts ? multiply_some_rounded<4, true, false> : multiply_some_rounded<4, false, false>;
+    const auto of_8_bits =
+        format.has_shifts ? multiply_some_rounded<8, true, false> : multiply_some_rounded<8, false, false>;
+    const auto of_integers = format.bits == 4 ? of_4_bits : of_8_bits;
+    const auto multiply = format.is_float ? multiply_some_rounded<4, false, true> : of_integers;
     multiply_by_turns<ROUNDED_ROWS>(
         next, num_rows, out, out_stride,
         [&](int count, const char* following, int pass, int row, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {

@@ -21,7 +21,7 @@ class Trial {
 // The fields of streams.py's structure, in the same order.
 struct TrialShape {
     int64_t num_matrices, columns, depth, blocks_at_once, most_rows, is_bfloat16, is_int8;
-    int64_t bits, group_size, has_shifts, has_rounded_rows;  // of codes; 0 bits: no codes
+    int64_t bits, group_size, has_shifts, has_rounded_rows, is_float;  // of codes; 0 bits: no codes
 };
 
 template <class Element>
@@ -97,8 +97,8 @@ class TrialOf final : public Trial {
         CodedPart part{};
         part.shifts = shape.has_shifts ? this : nullptr;
         part.num_columns = shape.columns, part.depth = shape.depth, part.bits = shape.bits;
-        part.group_size = shape.group_size, part.num_groups = shape.depth / shape.group_size, part.has_halves = 1;
-        part.has_rounded_rows = shape.has_rounded_rows;
+        part.group_size = shape.group_size, part.num_groups = shape.depth / shape.group_size, part.scale_size = 2;
+        part.has_rounded_rows = shape.has_rounded_rows, part.is_float = shape.is_float;
         mixture.add<Element>(part, round_up(shape.columns, shape.blocks_at_once * BLOCK_COLUMNS) / BLOCK_COLUMNS,
                              [](int64_t column) { return column / BLOCK_COLUMNS; });
         if constexpr (!IS_INT8<Element>) {

@@ -20,6 +20,8 @@ sequence stores anything there.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
@@ -137,6 +139,12 @@ class StepBatch:
         """Fills in the tokens that the previous step sampled, on their device. `NO_TOKEN` becomes 0: that embedding is
         read, and the result is dropped."""
         self.token_ids[self.carried_rows] = sampled_ids[self.carried_from].clamp(min=0)
+
+
+def pooled_sums(hidden: Tensor, pooled: Iterable[PooledRows]) -> tuple[array[float], ...]:
+    """Returns the sum of the hidden states `[P, hidden_size]` of each of a plan's `pooled`, in float64."""
+    parts = hidden.to("cpu", torch.float64).split([rows.end - rows.start for rows in pooled])
+    return tuple(array("d", part.sum(0).numpy().tobytes()) for part in parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,9 +17,12 @@ from inflight.executor.checkpoint.quantized_weight import Coded, QuantizedWeight
 from inflight.executor.experts.layer import ExpertLayer
 from inflight.executor.experts.products import Gating, GroupedProduct
 from inflight.executor.forward.gpu import GpuForward
+from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.products.coded import CodedMatrix, coded_matrix
+from inflight.tools.sizing.model_shape import read_model_shape
+from inflight.tools.sizing.weights import Role
 from tests.kernels.test_coded_products import NUM_COLUMNS, NUM_ROWS, bits, fp8, mxfp4, numbers, nvfp4, with_zeros
 from tests.kernels.test_gpu_experts import shape_of
 from tests.support.checkpoints.float_checkpoints import (
@@ -199,7 +202,15 @@ def test_layers_are_those_of_transformers_with_the_dense_matrices(name: str, tmp
         assert (ours(ids).logits - theirs(ids).logits).abs().max() <= 1e-4
 
 
-def test_experts_are_expanded_on_a_cpu(tmp_path: Path) -> None:
-    family, encode, config = CASES["qwen3-moe in FP8 blocks"]
+@pytest.mark.parametrize(("name", "bytes_each"), [(FP8_BLOCKS, 1 + 4 / 64), ("mixtral in NVFP4", 0.5 + 2 / 16)])
+def test_experts_stay_as_in_the_file_on_a_cpu(name: str, bytes_each: float, tmp_path: Path) -> None:
+    # Loading compares logits with those of transformers' modules, which read the dense matrices.
+    family, encode, config = CASES[name]
     folder = save_quantized(tmp_path / "model", family, config, encode)
-    assert load(folder, backend_name="cpu").description.weight_dtype == "float32"
+    model, dense = load(folder, backend_name="cpu"), load(folder, backend_name="cpu", weight_dtype="dense")
+    assert model.description.weight_dtype == "quantized"
+    assert isinstance(model.forward, NativeForward)
+    assert isinstance(dense.forward, NativeForward)
+    saved = dense.forward.decoder.num_matrix_bytes - model.forward.decoder.num_matrix_bytes
+    experts = sum(weight.number for weight in read_model_shape(str(folder)).weights if weight.role is Role.EXPERT)
+    assert saved >= (4 - bytes_each) * experts

@@ -123,12 +123,12 @@ def test_experts_in_mxfp4_stay_coded_on_a_cpu(mxfp4: Path) -> None:
     model = load(mxfp4, "cpu")
     assert isinstance(model.forward, NativeForward)
     assert model.description.weight_dtype == "quantized"
-    # A byte for a number and a half for each group of 32, where dense ones have four for a number.
+    # Half a byte for a number and one for each group of 32, where dense ones have four for a number.
     expanded = load(mxfp4, "cpu", weight_dtype="dense")
     assert isinstance(expanded.forward, NativeForward)
     experts = sum(one.numel() * 2 for name, one in load_file(mxfp4 / "model.safetensors").items() if "_blocks" in name)
     saved = expanded.forward.decoder.num_matrix_bytes - model.forward.decoder.num_matrix_bytes
-    assert saved > 2.5 * experts
+    assert saved > 3.2 * experts
     found = logits_of(model, sequences(), [5, 1])[0]
     wanted = expected(mxfp4.with_name("mxfp4-dense"))[0]
     assert float((found - wanted[[4, 9, 14, 19, 24, 27]]).abs().max()) <= 1e-4

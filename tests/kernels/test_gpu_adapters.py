@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from inflight.common.settings import load
+from inflight.executor.adapters.errors import AdapterError
+from inflight.executor.adapters.peft_files import PREFIX, parse, read_files
+from inflight.executor.adapters.weights import AdapterLimits
 from inflight.executor.device import DTYPES
 from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.gpu.adapters import AdapterSlots, slot_bytes
@@ -30,7 +33,7 @@ from tests.kernels.adapted import (
     random_weights,
 )
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS, NUM_BLOCKS, outputs
-from tests.support.checkpoints.adapter_files import SHAPE
+from tests.support.checkpoints.adapter_files import SHAPE, TARGETS, save_adapter, tensors
 from tests.support.checkpoints.tiny_models import save_model, sizes
 
 
@@ -113,3 +116,33 @@ def test_executor_serves_adapters_with_the_gpu_forward_pass(base: Path, files: l
     assert loaded.model.forward.decoder.num_adapter_slots == 2
     assert loaded.adapters is not None
     assert [one.rank for one in loaded.adapters.states()] == [4, 16, 3]
+
+
+ATTENTION = TARGETS[:4]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_change_attention_beside_experts(tmp_path: Path) -> None:
+    # Given an adapter of attention, and one that has a projection of an expert too
+    config = Qwen3MoeConfig(**sizes(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16))
+    base = save_model(config, tmp_path / "model", has_random_vectors=True)
+    weights, targets = tensors(0, targets=ATTENTION), list(ATTENTION)
+    adapter = save_adapter(tmp_path / "attention", weights=weights, target_modules=targets)
+    expert = f"{PREFIX}model.layers.0.mlp.experts.1.gate_proj.lora_A.weight"
+    refused = save_adapter(
+        tmp_path / "expert", weights=weights | {expert: torch.zeros(4, 64)}, target_modules=[*targets, "gate_proj"]
+    )
+    # When one is loaded
+    model, decoder = load_adapted(base, [adapter], "cpu", NUM_BLOCKS)
+    found = outputs(GpuRunner(decoder, model.kv, LIMITS, BLOCK_SIZE), adapted_requests((0, 1, 4)))
+    # Then rows of it say what the merged model says, and its slots take the predicted memory
+    for output, request in zip(found[1:], adapted_requests((1, 4)), strict=True):
+        assert output == merged_tokens(base, adapter, request.token_ids, NUM_TOKENS)
+    machine = Machine(GIBIBYTE, True, 0.9, 0, MemoryOptions(max_adapters=NUM_SLOTS, max_adapter_rank=16))
+    assert decoder._adapters is not None
+    assert pool_of(read_model_shape(str(base)), machine, "float32", BLOCK_SIZE).adapter_bytes == held_bytes(
+        decoder._adapters
+    )
+    # And the other is refused by the name of the projection
+    with pytest.raises(AdapterError, match="target_modules names 'gate_proj'"):
+        parse(read_files(refused), AdapterLimits(decoder.shape, 16))

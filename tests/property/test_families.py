@@ -53,8 +53,11 @@ from inflight.executor.step.batch import pack
 from tests.property.test_hybrid_models import CONFIGS as HYBRID_CONFIGS
 from tests.property.test_native_hybrid import WITH_EXPERTS
 from tests.property.test_row_invariance import BLOCK_SIZE, one_by_one, sequence_of
+from tests.support.checkpoints.float_checkpoints import fp8_in_blocks
 from tests.support.checkpoints.gguf_models import save_gguf_model
 from tests.support.checkpoints.gpt_oss import gpt_oss_config, save_gpt_oss, save_mxfp4
+from tests.support.checkpoints.quantized_checkpoints import CONFIGS as QUANTIZED_CONFIGS
+from tests.support.checkpoints.quantized_checkpoints import save_quantized
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.greedy import assert_same, generate_alone, generate_together
 from tests.support.device.torch_threads import torch_threads
@@ -136,6 +139,8 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3-moe-gguf": Qwen3MoeConfig(
         **sizes(num_experts=6, num_experts_per_tok=3, hidden_size=256, moe_intermediate_size=256), norm_topk_prob=True
     ),
+    # In FP8 blocks.
+    "qwen3-moe-fp8": QUANTIZED_CONFIGS["qwen3_moe"],
 }
 HYBRIDS = (*HYBRID_CONFIGS.values(), *WITH_EXPERTS.values())
 FORMS: dict[str, dict[str, Any]] = {
@@ -148,7 +153,7 @@ QUICK = ("phi3-partial-rotary-window", "granite", "gemma3", "smollm3", "qwen2-mo
 IN_FLOAT32 = [pytest.param((name, "float32"), marks=() if name in QUICK else pytest.mark.slow) for name in CONFIGS]
 CASES = [
     *IN_FLOAT32,
-    *(("gemma3", "bfloat16"), ("qwen3-moe", "int8")),
+    *(("gemma3", "bfloat16"), ("qwen3-moe-fp8", "bfloat16"), ("qwen3-moe", "int8")),
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in (("gpt-oss-mxfp4", "bfloat16"), ("qwen3-moe-gguf", "bfloat16"), ("gpt-oss", "int8"))
@@ -156,8 +161,8 @@ CASES = [
 ]
 # Relative distance of logits from those of transformers in float32: rounding of each form.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.4}
-# Added where rounding may make a router choose another expert. These have 3 of 8, so that one matters.
-OTHER_EXPERTS = 0.4
+# Added where rounding may make a router choose another expert. These have 3 of 8 or 2 of 4, so that one matters.
+OTHER_EXPERTS = 0.5
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -192,6 +197,11 @@ def folder(case: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> P
         kinds = gguf.GGMLQuantizationType
         save_gguf_model(path, "qwen3moe", CONFIGS[name], [kinds.Q4_K, kinds.Q6_K, kinds.Q4_K])
         return path
+    if name == "qwen3-moe-fp8":
+        quantization = {"quant_method": "fp8", "weight_block_size": [64, 64]}
+        return save_quantized(
+            tmp_path_factory.mktemp("models") / name, "qwen3_moe", quantization, fp8_in_blocks(64, 64)
+        )
     return save_model(CONFIGS[name], tmp_path_factory.mktemp("models") / name, has_random_vectors=True)
 
 

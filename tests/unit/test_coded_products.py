@@ -11,7 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.executor.checkpoint.quantized_weight import QuantizedWeight, pack_halves
+from inflight.executor.checkpoint.quantized_weight import (
+    Coded,
+    FloatWeight,
+    QuantizedWeight,
+    pack_halves,
+)
 from inflight.executor.checkpoint.rounding import round_to
 from inflight.executor.cpu.coded_weights import GROUP_SIZES, encode, is_supported
 from inflight.executor.cpu.decoder import _coded_part, _CodedPart
@@ -64,13 +69,13 @@ def compiled(instructions: str) -> Any:
     return library
 
 
-def product(calls: Any, parts: list[Tensor | QuantizedWeight], rows: Tensor, *, rounds_rows: bool = False) -> Tensor:
+def product(calls: Any, parts: list[Tensor | Coded], rows: Tensor, *, rounds_rows: bool = False) -> Tensor:
     """Rows times the parts, which are next to each other."""
     columns, depth = sum(part.shape[0] for part in parts), rows.shape[1]
     plain = torch.zeros(columns, depth, dtype=rows.dtype)
     coded, kept, first = [], [], 0
     for part in parts:
-        if isinstance(part, QuantizedWeight):
+        if not isinstance(part, Tensor):
             entry, tensors = _coded_part(part, first, rows.dtype, rounds_rows)
             coded.append(entry)
             kept.append(tensors)
@@ -86,8 +91,8 @@ def product(calls: Any, parts: list[Tensor | QuantizedWeight], rows: Tensor, *, 
     return out
 
 
-def expected(parts: list[Tensor | QuantizedWeight], rows: Tensor) -> Tensor:
-    dense = [part.dequantized() if isinstance(part, QuantizedWeight) else part.to(rows.dtype) for part in parts]
+def expected(parts: list[Tensor | Coded], rows: Tensor) -> Tensor:
+    dense = [part.to(rows.dtype) if isinstance(part, Tensor) else part.dequantized() for part in parts]
     return rows.double() @ torch.cat([part.double() for part in dense]).T
 
 
@@ -132,6 +137,94 @@ def random_weight(
     return QuantizedWeight(pack_halves(codes) if bits == 4 else codes, scale, offset, bits, group_size, order)
 
 
+def random_fp8(group_size: int, row_block: int = 1, depth: int = DEPTH) -> FloatWeight:
+    """Random codes of all numbers, and scales that no 16 bits hold."""
+    generator = torch.Generator().manual_seed(group_size)
+    codes = torch.randint(256, (COLUMNS, depth), generator=generator, dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 0  # NaN
+    scale = torch.rand(-(-COLUMNS // row_block), -(-depth // group_size), generator=generator) * 0.01 + 1e-4
+    return FloatWeight(codes, scale, 8, group_size, row_block)
+
+
+def random_fp4(scale_dtype: torch.dtype, depth: int = DEPTH) -> FloatWeight:
+    """Random codes with the scales of MXFP4, or those of NVFP4 with a factor that no 16 bits hold."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(256, (COLUMNS, depth // 2), generator=generator, dtype=torch.uint8)
+    if scale_dtype == torch.float8_e8m0fnu:
+        exponents = torch.randint(100, 130, (COLUMNS, depth // 32), generator=generator, dtype=torch.uint8)
+        return FloatWeight(codes, exponents.view(scale_dtype), 4, 32)
+    scale = (torch.rand(COLUMNS, depth // 16, generator=generator) * 400 + 0.01).to(scale_dtype)
+    return FloatWeight(codes, scale, 4, 16, factor=torch.rand(COLUMNS, generator=generator) * 1e-3)
+
+
+# Groups that end within a row, whole rows, also of a depth that is no multiple of 16, and blocks.
+FLOATS: dict[str, FloatWeight] = {
+    "fp8 in blocks": random_fp8(128, 32),
+    "fp8 in groups": random_fp8(256),
+    "fp8 of rows": random_fp8(DEPTH),
+    "fp8 of short rows": random_fp8(72, depth=72),
+    "mxfp4": random_fp4(torch.float8_e8m0fnu),
+    "nvfp4": random_fp4(torch.float8_e4m3fn),
+}
+FLOATS_OF_DEPTH = [weight for weight in FLOATS.values() if weight.shape[1] == DEPTH]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", FLOATS)
+def test_products_are_those_of_the_dense_floats_and_a_row_does_not_depend_on_the_others(
+    calls: Any, name: str, dtype: torch.dtype
+) -> None:
+    weight = FLOATS[name]
+    rows = random_rows(max(ROW_COUNTS), weight.shape[1], dtype)
+    for num_rows in (1, 13, 70):
+        assert_near(calls, product(calls, [weight], rows[:num_rows]), expected([weight], rows[:num_rows]), dtype)
+    alone = torch.cat([product(calls, [weight], row[None]) for row in rows])
+    for num_rows in ROW_COUNTS:
+        assert torch.equal(product(calls, [weight], rows[:num_rows]), alone[:num_rows]), num_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["fp8 in blocks", "mxfp4", "nvfp4"])
+def test_every_float_is_decoded_exactly(calls: Any, name: str, dtype: torch.dtype) -> None:
+    # Given each code in each place of a lane, with scales of 1, and rows that read one of them
+    of_name = FLOATS[name]
+    codes = torch.stack([torch.arange(256, dtype=torch.uint8).roll(shift) for shift in range(COLUMNS)])
+    codes[(codes & 127) == 127] = 0
+    if of_name.bits == 4:
+        codes = pack_halves(codes % 16)
+    num_groups = 256 // of_name.group_size
+    ones = torch.full((COLUMNS, num_groups), 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    scale = ones if of_name.scale.dtype == ones.dtype else ones.float().to(of_name.scale.dtype)
+    weight = FloatWeight(codes, scale, of_name.bits, of_name.group_size)
+    found = product(calls, [weight], torch.eye(256).to(dtype))
+    assert torch.equal(found.T, weight.numbers)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_rounded_rows_multiply_fp4_as_whole_numbers(calls: Any, name: str, dtype: torch.dtype) -> None:
+    weight = FLOATS[name]
+    whole = weight.to_whole_numbers()
+    for num_rows in (1, 13, 70):
+        rows = random_rows(num_rows, DEPTH, dtype)
+        found, wanted = product(calls, [weight], rows, rounds_rows=True), expected_of_rounded(whole, rows)
+        assert float((found - wanted).norm() / wanted.norm()) < 3 * TOLERANCE[dtype]
+
+
+def test_rows_for_fp8_are_not_rounded(calls: Any) -> None:
+    weight, rows = FLOATS["fp8 in blocks"], random_rows(5, DEPTH, torch.float32)
+    assert torch.equal(product(calls, [weight], rows, rounds_rows=True), product(calls, [weight], rows))
+
+
+def test_scales_of_fp4_keep_their_numbers_and_a_byte_where_they_are_powers() -> None:
+    for name, itemsize in (("mxfp4", 1), ("nvfp4", 2)):
+        assert encode(FLOATS[name], torch.float32).scales.itemsize == itemsize
+    # The least exponent is no normal number of float32.
+    weight = random_fp4(torch.float8_e8m0fnu)
+    weight.scale.view(torch.uint8)[3, 1] = 0
+    assert torch.equal(encode(weight, torch.bfloat16).scales, weight.scale.float())
+
+
 def random_rows(num_rows: int, depth: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
     return torch.randn(num_rows, depth, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -160,12 +253,13 @@ def test_a_whole_row_may_be_a_group(calls: Any, depth: int, bits: int, dtype: to
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_differ_in_bits_groups_and_orders_and_may_be_plain(calls: Any, dtype: torch.dtype) -> None:
-    parts: list[Tensor | QuantizedWeight] = [
+    parts: list[Tensor | Coded] = [
         random_weight(4, 16, seed=1, has_order=True),
         random_weight(8, 32, seed=2),
         torch.randn(COLUMNS, DEPTH, generator=torch.Generator().manual_seed(3)) * 0.1,
         random_weight(8, 128, seed=4, is_symmetric=True, has_order=True),
         random_weight(4, DEPTH, seed=5),
+        *FLOATS_OF_DEPTH,
     ]
     for num_rows in (1, 40):
         rows = random_rows(num_rows, DEPTH, dtype)
@@ -208,7 +302,7 @@ def test_rounded_rows_are_multiplied_exactly(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_with_rounded_rows_differ_and_may_be_plain(calls: Any, dtype: torch.dtype) -> None:
-    parts: list[Tensor | QuantizedWeight] = [
+    parts: list[Tensor | Coded] = [
         random_weight(4, 16, seed=1, has_order=True),
         random_weight(8, 16, seed=2),
         torch.randn(COLUMNS, DEPTH, generator=torch.Generator().manual_seed(3)) * 0.1,
@@ -284,10 +378,10 @@ def test_scales_that_sixteen_bits_hold_are_kept_in_them_without_a_change() -> No
     halves = weight.scale.half().float()
     zeros = torch.randint(16, halves.shape, generator=torch.Generator().manual_seed(0)).float()
     coded = encode(QuantizedWeight(weight.codes, halves, -halves * zeros, 4, 32), torch.float32)
-    assert coded.has_halves
+    assert coded.scales.dtype == torch.float16
     assert torch.equal(coded.scales.float() * coded.factors[:, None], halves)
-    assert not encode(weight, torch.float32).has_halves
-    assert encode(weight, torch.bfloat16).has_halves
+    assert encode(weight, torch.float32).scales.dtype == torch.float32
+    assert encode(weight, torch.bfloat16).scales.dtype == torch.float16
 
 
 def test_unusual_groups_are_left_to_dense_products() -> None:

@@ -19,6 +19,7 @@ from inflight.executor.checkpoint.quantized_weight import FloatWeight
 from inflight.executor.formats import loading
 from inflight.executor.formats.folder import format_of
 from inflight.executor.formats.loading import describe_weights, load_network
+from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.loader import load_model
 from tests.support.checkpoints.float_checkpoints import (
     compressed_fp4,
@@ -115,13 +116,23 @@ def test_folder_runs_like_transformers_on_its_dense_matrices(name: str, tmp_path
     assert_runs_like(save_quantized(tmp_path / "model", "llama", config, encode), tmp_path / "model-dense")
 
 
-@pytest.mark.parametrize(("name", "weight_dtype"), [("fp8 blocks", "float32"), ("MXFP4A16", "quantized")])
-def test_fp8_is_expanded_on_a_cpu_and_fp4_is_not(name: str, weight_dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "bytes_each"), [("fp8 blocks", 1 + 4 / 64), ("MXFP4A16", 0.5 + 1 / 32)])
+def test_matrices_stay_as_in_the_file_on_a_cpu(name: str, bytes_each: float, tmp_path: Path) -> None:
     encode, config = CASES[name]
     source = resolve_model(str(save_quantized(tmp_path / "model", "llama", config, encode)))
     with torch_threads(1):
-        model = load_model(source, dtype_name="float32", device_name="cpu")
-    assert model.description.weight_dtype == weight_dtype
+        model, dense = (
+            load_model(source, dtype_name="float32", device_name="cpu", weight_dtype=weight_dtype)
+            for weight_dtype in ("auto", "dense")
+        )
+    assert model.description.weight_dtype == "quantized"
+    assert isinstance(model.forward, NativeForward)
+    assert isinstance(dense.forward, NativeForward)
+    shape = model.forward.decoder.shape
+    each_layer = 2 * shape.head_dim * (shape.num_heads + shape.num_kv_heads) + 3 * shape.intermediate_size
+    numbers = shape.num_layers * shape.hidden_size * each_layer
+    saved = dense.forward.decoder.num_matrix_bytes - model.forward.decoder.num_matrix_bytes
+    assert saved == pytest.approx((4 - bytes_each) * numbers, rel=0.01)
 
 
 def test_weights_that_do_not_fit_a_gpu_are_refused_before_they_are_read(

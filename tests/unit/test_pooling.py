@@ -18,6 +18,7 @@ from transformers import Lfm2Config
 
 from inflight.common.kv_size import num_slots
 from inflight.common.model_source import ModelError, resolve_model
+from inflight.executor.engine.runner import StepRunner
 from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
@@ -109,10 +110,12 @@ def generating(name: str, prompt: list[int], num_tokens: int) -> Sequence:
     return Sequence(name, 1, list(prompt), len(prompt), Sampling(0.0, 0, 1.0, 0), stopping, num_blocks, b"")
 
 
-def run(model: PagedModel, crowds: list[list[Sequence]], limits: SchedulerLimits = LIMITS) -> dict[str, Tensor]:
+def run(
+    model: PagedModel, crowds: list[list[Sequence]], limits: SchedulerLimits = LIMITS, runner: StepRunner | None = None
+) -> dict[str, Tensor]:
     """Runs crowds one after the other, a step ahead, and returns the results. Nothing is left behind."""
     scheduler = Scheduler(limits, BlockPool(NUM_BLOCKS, BLOCK_SIZE))
-    runner = ModelRunner(model, limits, BLOCK_SIZE)
+    runner = runner or ModelRunner(model, limits, BLOCK_SIZE)
     launched: deque[tuple[StepPlan, Any]] = deque()
     results: dict[str, Tensor] = {}
     for crowd in crowds:

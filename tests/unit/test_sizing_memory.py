@@ -123,9 +123,8 @@ def loaded_bytes(native: NativeDecoder) -> int:
 
 
 def test_every_type_of_gguf_is_known_with_its_form() -> None:
-    # Numbers of 4 bits that are not whole become whole ones of 8 bits on a CPU.
     assert {kind.name: (kind.bits, kind.group_size) for kind in BLOCK_TYPES.values()} == {
-        name: (codes.gpu_bits or codes.bits, codes.group_size) for name, codes in GGUF_CODES.items()
+        name: (codes.bits, codes.group_size) for name, codes in GGUF_CODES.items()
     }
 
 
@@ -166,12 +165,6 @@ def test_a_rank_takes_the_predicted_memory(kind: str, dtype: str, checkpoints: C
     expected = pool.weight_bytes + head_padding(model, dtype, "auto", 2)
     assert expected == pytest.approx(loaded_bytes(native), rel=0.015)
     assert pool.adapter_bytes == native.adapter_slot_bytes(MAX_ADAPTER_RANK)
-
-
-def test_adapters_of_experts_are_refused_on_a_gpu(checkpoints: Callable[[str], str]) -> None:
-    machine = Machine(GIBIBYTE, True, 0.2, 0, MemoryOptions(max_adapters=1))
-    with pytest.raises(SettingError, match="adapters of models with experts need a CPU"):
-        pool_of(read_model_shape(checkpoints("mixtral")), machine, "bfloat16", 16)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -313,6 +306,29 @@ def test_llama_3_70b_in_4_bits_fits_a_gpu_of_80_gb(
     assert pool["weight_bytes"] == pytest.approx(matrices * bytes_each + 2 * others, rel=1e-3)
     assert pool["num_blocks"] > 5000
     assert main(["size", "--json", "--model", str(file), "--gpu", "h100-80gb", "--weight-dtype", "dense"]) != 0
+
+
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "max_position_embeddings": 40_960,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("quantization", "bits_each"),
+    # A scale of 16 bits for each 128 numbers of a row, and of 8 for each 32.
+    [({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8 + 16 / 128), ({"quant_method": "mxfp4"}, 4 + 8 / 32)],
+)
+def test_quantized_experts_take_their_bits_on_a_cpu(
+    quantization: dict[str, Any], bits_each: float, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN3_30B_A3B | {"quantization_config": quantization}))
+    experts = 48 * 128 * 3 * 2048 * 768
+    others = 2 * (2 * 151_936 * 2048 + 48 * 2 * 2048 * (4096 + 512) * (0.5 if bits_each > 8 else 1))
+    pool = pool_of(read_model_shape(str(file)), Machine(1 << 40, False, 0.2, 0), "bfloat16", 16)
+    assert pool.weight_bytes == pytest.approx(experts * bits_each / 8 + others, rel=0.01)
 
 
 def test_fp8_in_blocks_takes_half_of_bfloat16_on_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

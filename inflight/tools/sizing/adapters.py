@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from inflight.common.kv_size import blocks_for
-from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER, LayerSizes
+from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER, NUM_ATTENTION_PRODUCTS, LayerSizes
 
 LANES, ALIGNMENT = 16, 64
-# The first of `LayerSizes.products`.
-NUM_ATTENTION_PRODUCTS = 2
 
 
 def cpu_adapter_slot_bytes(

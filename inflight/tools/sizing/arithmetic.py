@@ -376,11 +376,15 @@ def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: i
         return 0
     num_layers, max_rank = shape.num_layers, options.max_adapter_rank
     if machine.is_gpu:
-        if shape.has_experts:
-            raise SettingError("adapters of models with experts need a CPU: give --memory-gib")
-        if shape.sizes.has_gates:
-            raise SettingError("adapters of models whose attention has gates need a CPU: give --memory-gib")
-        return options.max_adapters * gpu_adapter_slot_bytes(num_layers, shape.sizes, max_rank, BYTES_PER_NUMBER[dtype])
+        if shape.sizes.has_gates or (shape.recurrent and shape.has_experts):
+            raise SettingError(
+                "adapters of models with gates of attention, or with recurrent layers and experts, need a CPU: "
+                "give --memory-gib"
+            )
+        slot_bytes = gpu_adapter_slot_bytes(
+            num_layers, shape.sizes, max_rank, BYTES_PER_NUMBER[dtype], has_experts=shape.has_experts
+        )
+        return options.max_adapters * slot_bytes
     kv = shape.kv_heads_of_rank(num_ranks) * shape.head_dim
     outputs = shape.sizes.of_rank(num_ranks, kv)
     slot_bytes = cpu_adapter_slot_bytes(

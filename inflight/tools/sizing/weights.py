@@ -1,9 +1,9 @@
 """The weights of a model and the memory that they take in an executor, by the role that decides their type there.
 
-They are counted in the headers of safetensors and GGUF files, or computed from the configuration. On a CPU matrices of
-a quantized checkpoint stay whole numbers with a scale, and if need be a shift, per group of input columns, and those in
-FP8 are expanded. On a GPU all stay as they are in the checkpoint. The output layer has a copy of its own on a CPU where
-it is tied to the embedding.
+They are counted in the headers of safetensors and GGUF files, or computed from the configuration. Matrices of a
+quantized checkpoint stay numbers of 4 or 8 bits; on a CPU they have a scale, and if need be a shift, per group of input
+columns, on a GPU what they have in the checkpoint. The output layer has a copy of its own on a CPU where it is tied to
+the embedding.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ class Role(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Codes:
     """The form of quantized weights. `scale_bytes` is the size of a scale or shift beside float32 activations; beside
-    bfloat16 it is 2. Each `depth` weights, those of an output column, have a factor. On a GPU a group of
-    `gpu_group_size` weights, or of `group_size` if that is 0, has `gpu_group_bytes` beside `gpu_bits` of each weight; 0
-    stands for `bits`.
+    bfloat16 it is at most 2. Each `depth` weights, those of an output column, have a factor. On a GPU a group of
+    `gpu_group_size` weights, or of `group_size` if that is 0, has `gpu_group_bytes`.
     """
 
     bits: int
@@ -72,13 +71,11 @@ class Codes:
     depth: int = 0
     gpu_group_bytes: float = 0
     gpu_group_size: int = 0
-    gpu_bits: int = 0
-    is_dense_on_cpu: bool = False
 
     @property
     def gpu_bytes_each(self) -> float:
         """Memory of a weight on a GPU."""
-        return (self.gpu_bits or self.bits) / 8 + self.gpu_group_bytes / (self.gpu_group_size or self.group_size)
+        return self.bits / 8 + self.gpu_group_bytes / (self.gpu_group_size or self.group_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +89,8 @@ class WeightCount:
 
 Weights = tuple[WeightCount, ...]
 
-# Experts of gpt-oss: on a CPU whole numbers of 8 bits, on a GPU pairs of codes with a scale of a byte for each group.
-MXFP4_EXPERTS = Codes(8, 32, False, 2, gpu_group_bytes=1, gpu_bits=4)
+# Experts of gpt-oss: a scale of a byte for each group.
+MXFP4_EXPERTS = Codes(4, 32, False, 1, gpu_group_bytes=1)
 # What GGUF's types become: bits, size of groups, whether they have shifts, whether 16 bits hold their scales exactly.
 GGUF_CODES = {
     "Q4_0": Codes(4, 32, False, 2),
@@ -145,9 +142,9 @@ def _bytes_each(weight: WeightCount, dtype: str, weight_dtype: str) -> float:
         codes = weight.codes
     else:
         codes = _ROUNDED.get(weight.role) if weight_dtype == "int4" else None
-    if codes is None or codes.is_dense_on_cpu or weight.role is Role.EMBEDDING:
+    if codes is None or weight.role is Role.EMBEDDING:
         return BYTES_PER_NUMBER[dtype]
-    scale_bytes = 2 if dtype == "bfloat16" else codes.scale_bytes
+    scale_bytes = min(2, codes.scale_bytes) if dtype == "bfloat16" else codes.scale_bytes
     factor = _FACTOR_BYTES / codes.depth if codes.depth else 0
     return codes.bits / 8 + (1 + codes.has_shifts) * scale_bytes / codes.group_size + factor
 
@@ -207,12 +204,13 @@ def computed_weights(
     attention = num_layers * 2 * sizes.hidden * (sizes.attention + sizes.kv)
     feed_forward = num_layers * num_experts * 3 * sizes.hidden * sizes.inner
     vectors = sizes.hidden * (1 + num_layers * (2 + num_experts * has_experts))
-    codes = _Quantization(config).of_rows(sizes.hidden)
+    quantization = _Quantization(config)
+    codes = quantization.of_rows(sizes.hidden)
     return (
         WeightCount(Role.EMBEDDING, vocabulary_size * sizes.hidden),
         WeightCount(Role.HEAD, vocabulary_size * sizes.hidden),
         WeightCount(Role.MATRIX, attention + (0 if has_experts else feed_forward), codes),
-        WeightCount(Role.EXPERT, feed_forward if has_experts else 0),
+        WeightCount(Role.EXPERT, feed_forward if has_experts else 0, quantization.of_experts(sizes.hidden)),
         WeightCount(Role.VECTOR, vectors),
     )
 
@@ -235,8 +233,7 @@ class _Quantization:
         self._bits = max(1, int(weights.get("num_bits", 8) if groups else weights.get("bits", 8)))
         if "NVFP4" in algorithm:
             self._bits = 4
-        block = weights.get("weight_block_size") or weights.get("block_structure")
-        self._block = math.prod(block) if block else 0
+        self._block = weights.get("weight_block_size") or weights.get("block_structure") or ()
         self._group_size = int(weights.get("group_size") or -1)
         is_symmetric = weights.get("symmetric", True) if groups else weights.get("sym", not weights.get("zero_point"))
         self._has_shifts = not is_symmetric
@@ -273,16 +270,22 @@ class _Quantization:
             return self._fp8(depth) if self._bits == 8 else self._fp4(depth)
         return self.of("q_proj.weight", [1, depth], "I8", False)[1]
 
+    def of_experts(self, depth: int) -> Codes | None:
+        """Returns the same of experts."""
+        return MXFP4_EXPERTS if self._has_fused_experts else self.of_rows(depth)
+
     def _fp8(self, depth: int) -> Codes:
-        """The form of FP8: on a GPU with a scale of a row or block in float32."""
-        return Codes(8, depth, False, 4, depth, 4, self._block or depth, is_dense_on_cpu=True)
+        """The form of FP8: with scales of a row or block in float32, on a CPU of each row of a block."""
+        shared = self._block[1] if self._block else depth
+        size = next((part for part in GROUP_SIZES if shared % part == 0 and depth % part == 0), GROUP_SIZES[-1])
+        return Codes(8, size, False, 4, depth, 4, math.prod(self._block) if self._block else depth)
 
     def _fp4(self, depth: int) -> Codes:
-        """The form of FP4: on a CPU whole numbers of 8 bits, on a GPU with scales of a byte and, in groups of 16, a
-        factor of each row."""
+        """The form of FP4: with scales of a byte and, in groups of 16, a factor of each row; on a CPU these have scales
+        of 16 bits."""
         size = self._group_size if self._group_size > 0 else FP4_GROUP_SIZE
-        factor_bytes = 4 * size / depth if size == FP4_GROUP_SIZE else 0
-        return Codes(8, size, False, 4, depth, 1 + factor_bytes, size, gpu_bits=4)
+        is_nvfp4 = size == FP4_GROUP_SIZE
+        return Codes(4, size, False, 2 if is_nvfp4 else 1, depth, 1 + (4 * size / depth if is_nvfp4 else 0), size)
 
 
 def _role(name: str, shape: list[int]) -> Role:

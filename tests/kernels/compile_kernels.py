@@ -2,7 +2,7 @@
 
 There may be several kinds of GPU. With `--digest` it compiles nothing and prints for each a digest of all that
 determines the code, apart from Triton's version. With `--sample` it compiles the first launch of each kind of each
-kernel, and with `--recurrent` those of recurrent layers, which are not compiled otherwise.
+kernel.
 
 The launchers run on tensors without storage. In place of a launch, the kernel is compiled for the arguments it was
 given, specialised as Triton does it: for integers that are 1 and for what 16 divides. Prints a line of JSON each.
@@ -161,8 +161,8 @@ FP8_VARIANT, MIN_FP8_CAPABILITY = replace(LLAMA_8B, kv_dtype=torch.float8_e4m3fn
 BATCHES = ([1] * 128, [4] * 8, [1] * 4, [1] * 32 + [480])
 
 
-def main(capability: int, *, is_digest: bool, is_sample: bool, is_recurrent: bool = False) -> None:
-    """Compiles everything but recurrent layers, or a sample, or only these layers, or prints the digest."""
+def main(capability: int, *, is_digest: bool, is_sample: bool) -> None:
+    """Compiles everything, or a sample, or prints the digest."""
     seen: set[str] = set()
     sampled: set[tuple[str, bool]] = set()
     digest = hashlib.sha256(str(capability).encode())
@@ -194,9 +194,6 @@ def main(capability: int, *, is_digest: bool, is_sample: bool, is_recurrent: boo
     triton.knobs.nvidia.dump_ptxas_log = True
     JITFunction.run = compile_launch
     vars(inflight.executor.attention.triton)["is_hopper"] = lambda device: capability == 90
-    if is_recurrent:
-        launch_recurrent()
-        return
     for variant in VARIANTS:
         for lengths in BATCHES if variant is LLAMA_8B else BATCHES[-1:]:
             launch_attention(variant, batch_of(lengths))
@@ -215,6 +212,7 @@ def main(capability: int, *, is_digest: bool, is_sample: bool, is_recurrent: boo
     launch_experts()
     for shape in (LLAMA_8B_SHAPE, SMOLLM2_SHAPE):
         launch_adapters(shape)
+    launch_recurrent()
     if is_digest:
         print(digest.hexdigest())
 
@@ -417,5 +415,5 @@ def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
 
 if __name__ == "__main__":
     for argument in filter(str.isdigit, sys.argv[1:]):
-        options = {f"is_{name}": f"--{name}" in sys.argv for name in ("digest", "sample", "recurrent")}
+        options = {f"is_{name}": f"--{name}" in sys.argv for name in ("digest", "sample")}
         main(int(argument), **options)

@@ -3,7 +3,6 @@ and tokens are those of transformers."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence as ReadOnlyList
 from dataclasses import replace
@@ -41,7 +40,6 @@ from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import PlanRow, Sequence, StepPlan
 from inflight.executor.settings import ExecutorSettings
 from inflight.executor.step.batch import pack
-from tests.kernels.pins import compile_for, faults
 from tests.kernels.test_gpu_graphs import Captured
 from tests.kernels.test_gpu_network import Counted
 from tests.kernels.test_gpu_runner import BLOCK_SIZE, LIMITS
@@ -326,16 +324,6 @@ def test_decodes_have_few_launches_whatever_their_number(
         with Counted(monkeypatch) as counted:
             model.forward.decoder.forward(batch, model.kv)
         assert (counted.num_operations, counted.num_kernels) == (num_operations, num_kernels)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(590)
-def test_compiled_kernels_keep_all_numbers_in_registers(tmp_path: Path) -> None:
-    result = compile_for([90], tmp_path, "--recurrent")
-    compiled = [json.loads(line) for line in result.stdout.splitlines()]
-    assert {kernel["kernel"] for kernel in compiled} > {"short_conv_kernel", "delta_rule_kernel"}, result.stderr
-    assert not faults(compiled, 90)
-    assert not [kernel for kernel in compiled if kernel["spill_bytes"]]
 
 
 @pytest.mark.slow

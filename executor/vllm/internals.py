@@ -213,7 +213,7 @@ async def start_vllm(arguments: Sequence[str]) -> VllmBackend:
             can_replay, cache_events = allow_replay(config), publish_cache(config)
             workers, loggers = executor_class(config), [_stat_logger(on_step)]
             llm = AsyncLLM(config, workers, log_stats=False, log_requests=False, stat_loggers=loggers)
-            drop_prometheus(llm.logger_manager)
+            drop_prometheus(llm.logger_manager.stat_loggers)
     except Exception as error:
         log.exception("vLLM does not start")
         first_line = (str(error).strip() or repr(error)).splitlines()[0]
@@ -221,11 +221,11 @@ async def start_vllm(arguments: Sequence[str]) -> VllmBackend:
     return VllmBackend(llm, facts_of(llm.vllm_config, version, can_replay=can_replay), on_step, cache_events)
 
 
-def drop_prometheus(manager: Any) -> None:
+def drop_prometheus(loggers: list[Any]) -> None:
     """Removes the logger that vLLM always adds to its own. It feeds metrics that nothing reads here."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    manager.stat_loggers[:] = [one for one in manager.stat_loggers if not isinstance(one, PrometheusStatLogger)]
+    loggers[:] = [one for one in loggers if not isinstance(one, PrometheusStatLogger)]
 
 
 def executor_class(config: Any) -> type:

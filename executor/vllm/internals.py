@@ -221,11 +221,11 @@ async def start_vllm(arguments: Sequence[str]) -> VllmBackend:
     return VllmBackend(llm, facts_of(llm.vllm_config, version, can_replay=can_replay), on_step, cache_events)
 
 
-def drop_prometheus(stat_loggers: list[Any]) -> None:
+def drop_prometheus(loggers: list[Any]) -> None:
     """Removes the logger that vLLM always adds to its own. It feeds metrics that nothing reads here."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
-    stat_loggers[:] = [one for one in stat_loggers if not isinstance(one, PrometheusStatLogger)]
+    loggers[:] = [one for one in loggers if not isinstance(one, PrometheusStatLogger)]
 
 
 def executor_class(config: Any) -> type:

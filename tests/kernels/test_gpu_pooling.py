@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,9 @@ def test_embeddings_are_those_of_sentence_transformers(
     model.allocate_kv(NUM_BLOCKS, BLOCK_SIZE)
     limits = replace(LIMITS, max_num_sequences=4, max_num_tokens=32)
     captured = Captured({})
-    options = {"capture_graphs": captured, "max_graph_tokens": 16} if has_graphs else {"uses_graphs": False}
+    options: dict[str, Any] = (
+        {"capture_graphs": captured, "max_graph_tokens": 16} if has_graphs else {"uses_graphs": False}
+    )
     runner = GpuRunner(model.forward.decoder, model.kv, limits, BLOCK_SIZE, **options)
     if has_graphs:
         runner.prepare()

@@ -124,11 +124,9 @@ def test_decoder_of_a_model_for_images_is_read(tmp_path: Path) -> None:
         assert_keeps_codes(layer)
 
 
-# Two types in turn, columns of values in another order, projections in parts.
-@pytest.mark.parametrize(
-    "name", ["qwen35moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lfm2moe", "qwen3next"))]
-)
-def test_gguf_stays_as_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given two types in turn, and columns of values in another order
+    name = "qwen35moe"
     monkeypatch.setattr(model_source, "cache_folder", lambda: tmp_path / "cache")
     path, config = tmp_path / "tiny.gguf", configs()[name]
     config.num_hidden_layers, config.layer_types = 2, config.layer_types[:2]

@@ -4,6 +4,7 @@ build that this processor can run."""
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 from typing import Any
 
@@ -69,7 +70,7 @@ def compiled(instructions: str) -> Any:
     return library
 
 
-def product(calls: Any, parts: list[Tensor | Coded], rows: Tensor, *, rounds_rows: bool = False) -> Tensor:
+def product(calls: Any, parts: Sequence[Tensor | Coded], rows: Tensor, *, rounds_rows: bool = False) -> Tensor:
     """Rows times the parts, which are next to each other."""
     columns, depth = sum(part.shape[0] for part in parts), rows.shape[1]
     plain = torch.zeros(columns, depth, dtype=rows.dtype)
@@ -302,7 +303,7 @@ def test_rounded_rows_are_multiplied_exactly(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_with_rounded_rows_differ_and_may_be_plain(calls: Any, dtype: torch.dtype) -> None:
-    parts: list[Tensor | Coded] = [
+    parts: list[Tensor | QuantizedWeight] = [
         random_weight(4, 16, seed=1, has_order=True),
         random_weight(8, 16, seed=2),
         torch.randn(COLUMNS, DEPTH, generator=torch.Generator().manual_seed(3)) * 0.1,

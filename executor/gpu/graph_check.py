@@ -186,7 +186,7 @@ class TrialSteps:
 
     def prepared(
         self, trial: Trial, layout: StepLayout | None = None, flashinfer: FlashInfer | None = None
-    ) -> Callable[[], None]:
+    ) -> Callable[[], object]:
         """Uploads a step. Returns what computes it, in its own layout unless another one is given."""
         batch, num_yields = trial.pack(self._step.block_size), trial.plan.num_sampled
         num_decodes, attention = batch.num_decodes, None
@@ -323,7 +323,7 @@ def _num_blocks(step: DeviceStep) -> int:
     return min(kv.num_blocks for kv in step.kv) - 1
 
 
-def _time_s(device: torch.device, compute: Callable[[], None]) -> float:
+def _time_s(device: torch.device, compute: Callable[[], object]) -> float:
     """Returns the seconds that a step takes, on a GPU by its own clock."""
     if device.type != "cuda":
         began_s = time.perf_counter()

@@ -302,7 +302,7 @@ def test_rounded_rows_are_multiplied_exactly(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_with_rounded_rows_differ_and_may_be_plain(calls: Any, dtype: torch.dtype) -> None:
-    parts: list[Tensor | Coded] = [
+    parts: list[Tensor | QuantizedWeight] = [
         random_weight(4, 16, seed=1, has_order=True),
         random_weight(8, 16, seed=2),
         torch.randn(COLUMNS, DEPTH, generator=torch.Generator().manual_seed(3)) * 0.1,
@@ -310,7 +310,7 @@ def test_parts_with_rounded_rows_differ_and_may_be_plain(calls: Any, dtype: torc
         random_weight(4, 128, seed=5),
     ]
     rows = random_rows(40, DEPTH, dtype)
-    found = product(calls, parts, rows, rounds_rows=True)
+    found = product(calls, [*parts], rows, rounds_rows=True)
     for index, part in enumerate(parts):
         alone = expected([part], rows) if isinstance(part, Tensor) else expected_of_rounded(part, rows)
         some = found[:, index * COLUMNS : (index + 1) * COLUMNS]

@@ -311,7 +311,7 @@ def test_parts_with_rounded_rows_differ_and_may_be_plain(calls: Any, dtype: torc
         random_weight(4, 128, seed=5),
     ]
     rows = random_rows(40, DEPTH, dtype)
-    found = product(calls, parts, rows, rounds_rows=True)
+    found = product(calls, [*parts], rows, rounds_rows=True)
     for index, part in enumerate(parts):
         alone = expected([part], rows) if isinstance(part, Tensor) else expected_of_rounded(part, rows)
         some = found[:, index * COLUMNS : (index + 1) * COLUMNS]

@@ -23,6 +23,7 @@ SMOOTHING = 0.05
 # A step that compiles something takes seconds. It counts as at most so many times slower than the others, and is
 # forgotten with the first step that is so many times faster.
 FAR = 8.0
+LONG_S = 1.0
 
 
 @dataclass(slots=True)
@@ -164,12 +165,13 @@ class StepCounts:
 
     def _observe_speeds(self, work: StepWork) -> None:
         step_s = self._newest_s / work.num_steps
-        self._step_s = _smoothed(self._step_s, step_s, speed_up=self._step_s / step_s)
+        # Reports may come at once after each other: only a step that took seconds is forgotten.
+        is_over = self._step_s > max(LONG_S, FAR * step_s)
+        self._step_s = _smoothed(self._step_s, step_s, restart=is_over)
         # vLLM counts a prompt in the step of its last chunk.
         rate = min(work.num_prompt_tokens / work.num_steps, self._max_num_tokens) / step_s
         if rate:
-            known = self._prefill_tokens_per_s
-            self._prefill_tokens_per_s = _smoothed(known, rate, speed_up=rate / known if known else 0.0)
+            self._prefill_tokens_per_s = _smoothed(self._prefill_tokens_per_s, rate, restart=is_over)
 
     def status(self, standing: Standing) -> EngineStatus:
         """Returns the status."""
@@ -243,8 +245,8 @@ class StepCounts:
         )
 
 
-def _smoothed(old: float, new: float, speed_up: float) -> float:
-    if not old or speed_up > FAR:
+def _smoothed(old: float, new: float, *, restart: bool) -> float:
+    if not old or restart:
         return new
     return old + SMOOTHING * (max(old / FAR, min(old * FAR, new)) - old)
 

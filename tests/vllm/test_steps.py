@@ -65,3 +65,10 @@ def test_step_that_compiles_later_hardly_counts_and_lasting_slowness_does() -> N
     assert steps.step_ms == pytest.approx(50, rel=0.05)
     steps.make(2.0, 60)
     assert steps.step_ms == pytest.approx(2000, rel=0.1)
+
+
+def test_reports_right_after_each_other_are_no_fast_steps() -> None:
+    steps = Steps()
+    steps.make(0.05, 30)
+    steps.make(0.0001)
+    assert 47 < steps.step_ms < 50

@@ -175,12 +175,13 @@ class Engine:
             return StepPlan.of(())
         scheduler = self._scheduler
         budget, allowance, terms, copy_cost = self._prefill_budget, None, None, None
+        step_cost = budget.step_cost() if scheduler.is_shared else None
         if scheduler.has_prefill:
             allowance = budget.allowance(scheduler.decode_load(), scheduler.pool.block_size)
             copy_cost = budget.copy_cost()
         if scheduler.drafts:
             terms = budget.draft_terms(scheduler.decode_load())
-        return scheduler.schedule(allowance, terms, copy_cost)
+        return scheduler.schedule(allowance, terms, copy_cost, step_cost)
 
     def _expect(self, load: StepLoad) -> None:
         expect = self._prefill_budget.step_time.expect

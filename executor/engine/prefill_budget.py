@@ -14,7 +14,14 @@ from dataclasses import replace
 
 from inflight.executor.engine.step_time import LARGEST_SURPRISE, StepLoad, StepTime
 from inflight.executor.scheduler.sequence import StepPlan
-from inflight.executor.scheduler.step_constraint import CopyCost, DecodeLoad, DraftTerms, PrefillAllowance, PrefillCost
+from inflight.executor.scheduler.step_constraint import (
+    CopyCost,
+    DecodeLoad,
+    DraftTerms,
+    PrefillAllowance,
+    PrefillCost,
+    StepCost,
+)
 
 # Factor on the target, so that variance between steps does not exceed it.
 MARGIN = 0.95
@@ -108,6 +115,12 @@ class PrefillBudget:
         if not self.step_time.knows_prefill:
             return None
         return CopyCost(self.copy_time.block_s, self.step_time.prefill_cost())
+
+    def step_cost(self) -> StepCost | None:
+        """Returns what steps cost; None while that is not known."""
+        if not self.step_time.knows_prefill:
+            return None
+        return StepCost(self.step_time.predict(StepLoad(0, 0)), self.step_time.prefill_cost())
 
     def draft_terms(self, decodes: DecodeLoad) -> DraftTerms:
         """Returns what drafts may cost in a step with these decodes."""

@@ -33,8 +33,9 @@ class StepBuilder:
     """A step plan under construction. Takes rows until the token budget is spent.
 
     `allowance` bounds the prompt tokens, and the blocks that are copied back from host memory; None means no bound. It
-    applies only to chunked prefill: a prompt that must be computed in one step is not divided. Without `copy_cost`,
-    copying a block back counts as cheaper than computing it.
+    applies only to chunked prefill: a prompt that must be computed in one step is not divided. So does `batch`, which
+    bounds the prompts of class batch as well. Without `copy_cost`, copying a block back counts as cheaper than
+    computing it.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class StepBuilder:
         allowance: PrefillAllowance | None,
         copy_cost: CopyCost | None = None,
         windows: WindowPool | None = None,
+        batch: PrefillAllowance | None = None,
     ) -> None:
         self._pool = pool
         self._windows = windows
@@ -51,6 +53,7 @@ class StepBuilder:
         self._is_chunked = limits.enable_chunked_context
         self._num_tokens_left = limits.max_num_tokens
         self._allowance = allowance if self._is_chunked else None
+        self._batch = batch if self._is_chunked else None
         self._sequences: list[Sequence] = []
         self._starts: list[int] = []
         self._lengths: list[int] = []
@@ -108,6 +111,13 @@ class StepBuilder:
     def may_score(self, sequence: Sequence) -> bool:
         """Returns whether the sequence needs no log probabilities of its prompt, or can get some in this step."""
         return self._num_scores_left > 0 or not sequence.num_unscored
+
+    def may_join(self, sequence: Sequence) -> bool:
+        """Returns whether class batch has a share of the step left, if the sequence is of that class. If not, the step
+        counts as cut short."""
+        may_join = self._batch is None or not sequence.is_batch or self._batch.fitting(1, 0) > 0
+        self._is_pace_spent |= not may_join
+        return may_join
 
     @property
     def closed_by(self) -> StepConstraint:
@@ -169,15 +179,22 @@ class StepBuilder:
 
     def add_prefill(self, sequence: Sequence) -> None:
         """Adds as much of the prompt as this step can take. A prompt that does not fit closes the step, so that no
-        other overtakes it. One that waits for its turn to be scored does not."""
+        other overtakes it. One that waits for its turn to be scored does not, nor one of class batch that waits for its
+        share of a step."""
         if sequence.host_prefix is not None and not self._bring_back(sequence, sequence.host_prefix):
             return
         num_wanted = sequence.num_tokens - sequence.num_computed
         num_scorable = self._scorable_tokens(sequence, num_wanted)
+        batch = self._batch if sequence.is_batch else None
+        if batch is not None:
+            num_scorable = batch.fitting(num_scorable, sequence.num_computed)
+            self._is_pace_spent |= not num_scorable
         if not num_scorable:
             self.is_cut = True
             return
         num_tokens = self._fitting_tokens(num_scorable, sequence.num_computed)
+        if batch is not None:
+            batch.take(num_tokens, sequence.num_computed)
         if num_tokens < num_wanted:
             self.is_cut = True
         if num_tokens > 0:
@@ -389,7 +406,7 @@ class PrefillOrder:
     A prompt overtakes those that boarded before it if it has fewer tokens left, so that a short prompt does not wait
     for a long one. Ageing bounds this: the prompts that overtake a prompt have fewer tokens in all than it has itself.
     So it waits for the prompts that boarded before it, plus at most its own length. A prompt never overtakes one of
-    higher priority.
+    higher priority, and one of class batch is overtaken by all others.
     """
 
     def __init__(self, seated: Iterable[Sequence], *, may_pass: bool) -> None:
@@ -449,5 +466,9 @@ class PrefillOrder:
 
 
 def _may_pass(sequence: Sequence, num_left: int, place: _Place) -> bool:
+    if place.is_new:
+        return False
+    if place.sequence.is_batch and not sequence.is_batch:
+        return True
     is_shorter = num_left + place.num_passed < place.num_left
-    return is_shorter and not place.is_new and sequence.priority >= place.sequence.priority
+    return is_shorter and sequence.priority >= place.sequence.priority

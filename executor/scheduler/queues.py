@@ -1,18 +1,21 @@
-"""Queues of the accepted sequences, and the rows of the seats. See the table in
+"""Queues of the accepted sequences, the rows of the seats, and the share of class batch. See the table in
 `inflight.executor.scheduler.scheduler`."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 
 from inflight.executor.scheduler.plan_builder import StepBuilder
 from inflight.executor.scheduler.sequence import FinishReason, Sequence
+from inflight.executor.scheduler.step_constraint import DecodeLoad, PrefillAllowance, StepCost
 
 # Few sequences wait here, since routers hold the rest, so the more important ones pass these. A larger number would let
 # the others starve.
 MAX_PASSED_BY = 32
+# Of the time of a step that class batch adds, of that of the other classes' decodes.
+BATCH_SHARE = 0.1
 
 
 def turn(sequence: Sequence) -> int:
@@ -39,6 +42,8 @@ class SequenceQueues:
         self.pausing: dict[Sequence, dict[Sequence, None]] = {}
         # The reason of an end that is still to be returned; None where it has been.
         self.leaving: dict[Sequence, FinishReason | None] = {}
+        # Those of class batch that have boarded and not ended; the one that has had no row for longest is first.
+        self.batch: OrderedDict[Sequence, None] = OrderedDict()
         # Blocks that the boarded sequences have reserved, and blocks that they use beyond their reservations.
         self.num_reserved_blocks = 0
         self.num_overrun_blocks = 0
@@ -108,6 +113,8 @@ class SequenceQueues:
         self.num_reserved_blocks += sequence.num_reserved_blocks
         self.num_overrun_blocks += sequence.num_overrun_blocks
         sequence.seat = self._free_seats.pop()
+        if sequence.is_batch:
+            self.batch[sequence] = None
 
     def launch(self, builder: StepBuilder) -> None:
         """Moves the sequences whose prompt is computed with this step, and those whose last token it yields."""
@@ -182,6 +189,7 @@ class SequenceQueues:
                 del self._num_decodes_by_target[target_ms]
 
     def _unseat(self, sequence: Sequence) -> None:
+        self.batch.pop(sequence, None)
         self.num_reserved_blocks -= sequence.num_reserved_blocks
         self.num_overrun_blocks -= sequence.num_overrun_blocks
 
@@ -197,8 +205,57 @@ class SequenceQueues:
         assert sorted([*seats, *self._free_seats]) == list(range(self._num_seat_rows)), f"seats: {seats}"
         unseated = [*self.waiting, *self.preparing, *self.preempted]
         assert self.num_unseated_tokens == sum(s.num_tokens - s.num_computed for s in unseated)
+        assert set(self.batch) == {s for s in self.boarded() if s.is_batch}
         assert self.num_reserved_blocks == sum(s.num_reserved_blocks for s in self.boarded())
         assert self.num_overrun_blocks == sum(s.num_overrun_blocks for s in self.boarded())
         assert self.decode_context == sum(s.num_computed for s in self.decodes)
         targets_ms = (s.inter_token_target_ms for s in self.decodes)
         assert self._num_decodes_by_target == Counter(target_ms for target_ms in targets_ms if target_ms is not None)
+
+
+class BatchShare:
+    """What class batch gets of the steps that it shares with other classes.
+
+    While a sequence of another class has a seat, those of class batch add about a tenth to the predicted time of a
+    step. Where rows are nearly free, as decodes on a GPU, that is all of them; else their decodes take turns. What a
+    row or a chunk takes beyond that is owed to the next steps, so the longest context gets its turn.
+    """
+
+    def __init__(self, queues: SequenceQueues) -> None:
+        self._queues = queues
+        self._owed_s = 0.0
+        self._allowance: PrefillAllowance | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether class batch and another one are on seats."""
+        queues = self._queues
+        return bool(queues.batch) and any(not one.is_batch for one in chain(queues.decodes, queues.prefills))
+
+    def others_load(self) -> DecodeLoad:
+        """Returns the decodes of the other classes."""
+        decodes = [one for one in self._queues.decodes if not one.is_batch]
+        targets_ms = (one.inter_token_target_ms for one in decodes)
+        context = sum(one.num_computed + 1 for one in decodes)
+        return DecodeLoad(len(decodes), context, min((ms for ms in targets_ms if ms is not None), default=None))
+
+    def begin(self, cost: StepCost, block_size: int) -> tuple[Collection[Sequence], PrefillAllowance]:
+        """Begins a step that is shared. Returns the decodes that are not in it, and what prompts of class batch may
+        take: at least a block of tokens if decodes have left anything."""
+        others = self.others_load()
+        others_s = cost.fixed_s + cost.tokens.token_s * others.num_decodes + cost.tokens.context_s * others.context
+        left_s = BATCH_SHARE * others_s - self._owed_s
+        left_out: set[Sequence] = set()
+        for sequence in [one for one in self._queues.batch if one in self._queues.decodes]:
+            if left_s <= 0:
+                left_out.add(sequence)
+                continue
+            left_s -= cost.tokens.of(1, sequence.num_computed)
+            self._queues.batch.move_to_end(sequence)
+        self._allowance = PrefillAllowance(block_size if left_s > 0 else 0, left_s, cost.tokens)
+        return left_out, self._allowance
+
+    def end(self) -> None:
+        """Ends a step, shared or not."""
+        self._owed_s = 0.0 if self._allowance is None else max(0.0, -self._allowance.seconds)
+        self._allowance = None

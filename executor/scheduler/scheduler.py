@@ -56,7 +56,7 @@ from inflight.executor.scheduler.limits import Batching, SchedulerLimits, Schedu
 from inflight.executor.scheduler.max_utilization import MaxUtilization, ReserveController
 from inflight.executor.scheduler.plan_builder import PrefillOrder, StepBuilder
 from inflight.executor.scheduler.prefix_cache import PendingPrefixes, PrefixCache
-from inflight.executor.scheduler.queues import SequenceQueues
+from inflight.executor.scheduler.queues import BatchShare, SequenceQueues
 from inflight.executor.scheduler.seat_view import Seating
 from inflight.executor.scheduler.sequence import (
     ALL_EXCLUDED,
@@ -78,12 +78,11 @@ from inflight.executor.scheduler.step_constraint import (
     PrefillAllowance,
     StepBounds,
     StepConstraint,
+    StepCost,
 )
 from inflight.executor.scheduler.step_record import KvCounts
 from inflight.executor.speculation.counts import NO_DRAFT_COUNTS, DraftCounts
 
-# The priority of class batch.
-BATCH_PRIORITY = -1
 # Placements after which a sequence of class batch keeps its seat, so that it ends however many others come. The ledger
 # has the same bound (`states.lua`).
 MAX_YIELDING_ATTEMPTS = 8
@@ -167,7 +166,7 @@ class Boarding:
             if not self._is_static and self._pending_prefixes.should_wait(sequence):
                 end = StepConstraint.TWIN
                 continue
-            if not (self._is_static or builder.may_score(sequence)):
+            if not (self._is_static or (builder.may_score(sequence) and builder.may_join(sequence))):
                 builder.is_cut = True
                 continue
             if not self._kv_policy.take(sequence, builder):
@@ -217,6 +216,7 @@ class Scheduler:
             pool, self.prefix_cache, limits.max_prefix_wait_steps
         )
         self._boarding = Boarding(limits, queues, kv_policy, pending_prefixes)
+        self._batch_share = BatchShare(queues)
         self.seating = Seating(queues, limits.max_num_sequences)
         self._reserve = ReserveController() if limits.is_overcommitted else None
         self._plans: deque[StepPlan] = deque()
@@ -278,12 +278,14 @@ class Scheduler:
         allowance: PrefillAllowance | None = None,
         terms: DraftTerms | None = None,
         copy_cost: CopyCost | None = None,
+        step_cost: StepCost | None = None,
     ) -> StepPlan:
         """Plans a step: running decodes, then prefills in progress and boarding, in the order of `PrefillOrder`.
         Sequences that have been preempted for too long are handed back.
 
         `allowance` bounds the prompt tokens of the step; None means no bound. Without `terms` no tokens are drafted.
         `copy_cost` decides whether prefixes are copied back from host memory or computed; without it they are copied.
+        `step_cost` bounds class batch beside other classes (`BatchShare`).
         Without work, or while all sequences wait for the steps in flight, the plan has no rows. Such a plan is not in
         flight and must not be passed to `update()`.
         """
@@ -294,14 +296,20 @@ class Scheduler:
             waiting = self._drafting.waiting(self._queues.decodes, self._plans, terms)
             if waiting and self._should_wait(len(waiting), self._drafting.num_ahead_per_waiting):
                 return StepPlan.of(())
+        left_out: Collection[Sequence] = ()
+        batch: PrefillAllowance | None = None
+        if step_cost is not None and self.is_shared:
+            left_out, batch = self._batch_share.begin(step_cost, self.pool.block_size)
         self.host.begin_plan()
-        builder = StepBuilder(self.limits, self.pool, allowance, copy_cost, self.windows)
+        builder = StepBuilder(self.limits, self.pool, allowance, copy_cost, self.windows, batch)
         for sequence in self._kv_policy.overdue():
             self._unreturned.append(self._finish(sequence, FinishReason.PREEMPTED))
         if not self._boarding.decodes_give_way(bool(waiting)):
             decodes = self._kv_policy.decodes(builder)
-            builder.add_decodes([s for s in decodes if s not in waiting] if waiting else decodes)
+            is_all = not (waiting or left_out)
+            builder.add_decodes(decodes if is_all else [s for s in decodes if s not in waiting and s not in left_out])
         constraint = self._boarding.fill(builder)
+        self._batch_share.end()
         if terms is not None and self._drafting is not None:
             self._drafting.add_drafts(builder, self._kv_policy.num_draft_blocks, self.pool.block_size, terms)
         return self._launch(builder, constraint)
@@ -396,14 +404,14 @@ class Scheduler:
         of a batch's. A static batch runs to its end, and so does a sequence that was placed often."""
         queues = self._queues
         unseated = chain(queues.waiting, queues.preparing, queues.preempted)
-        num_missing = sum(sequence.priority > BATCH_PRIORITY for sequence in unseated)
+        num_missing = sum(not sequence.is_batch for sequence in unseated)
         num_missing -= self.limits.max_num_sequences - queues.num_seated - len(queues.pausing)
         if num_missing <= 0 or self.limits.batching is Batching.STATIC:
             return []
         seated = (
             one
             for one in chain(queues.decodes, queues.prefills)
-            if one.priority <= BATCH_PRIORITY and one.attempt <= MAX_YIELDING_ATTEMPTS
+            if one.is_batch and one.attempt <= MAX_YIELDING_ATTEMPTS
         )
         return sorted(seated, key=lambda one: one.arrival, reverse=True)[:num_missing]
 
@@ -504,8 +512,15 @@ class Scheduler:
         """Whether any sequence still has to be computed up to its first token."""
         return bool(self._queues.prefills or self._queues.waiting or self._queues.preempted)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether class batch shares the next step with others."""
+        return self.limits.batching is not Batching.STATIC and self._batch_share.is_shared
+
     def decode_load(self) -> DecodeLoad:
-        """Returns the decodes of the next step."""
+        """Returns the decodes of the next step, if it is shared without those of class batch."""
+        if self.is_shared:
+            return self._batch_share.others_load()
         queues = self._queues
         num_decodes = len(queues.decodes)
         # Each decode reads the KV of its input token as well.

@@ -90,6 +90,8 @@ NO_LOGPROBS: Mapping[int, TokenLogprobs] = MappingProxyType({})
 
 # In place of a sampled id: the row's request excludes every token that the model could choose.
 ALL_EXCLUDED = -2
+# The priority of class batch.
+BATCH_PRIORITY = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -284,6 +286,11 @@ class Sequence:
     adapter_name: str = ""
     used: Resources | None = None
     exact_resume: bool = False
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether it is of class batch, which gives way to the others."""
+        return self.priority <= BATCH_PRIORITY
 
     @property
     def is_ready(self) -> bool:

@@ -47,6 +47,14 @@ class PrefillCost:
 
 
 @dataclass(frozen=True, slots=True)
+class StepCost:
+    """Predicted seconds of a step: `fixed_s`, and what its tokens add."""
+
+    fixed_s: float
+    tokens: PrefillCost
+
+
+@dataclass(frozen=True, slots=True)
 class CopyCost:
     """Seconds of copying a block between device and host memory, and what computing its tokens would cost."""
 

@@ -30,7 +30,7 @@ from inflight.executor.engine.output import EngineOutput, ReportedSequence
 from inflight.executor.engine.standby import StandbyDepth
 from inflight.executor.scheduler.admission import Gate, Refusal
 from inflight.executor.scheduler.limits import SchedulerLimits
-from inflight.executor.scheduler.scheduler import BATCH_PRIORITY, MAX_YIELDING_ATTEMPTS
+from inflight.executor.scheduler.scheduler import MAX_YIELDING_ATTEMPTS
 from inflight.executor.scheduler.seat_view import SequencePhase, SequenceSnapshot
 from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, ScoredRows, Sequence
 from inflight.executor.vllm.backend import Backend, BackendLostError, Produced, RefusedError, StepStats
@@ -164,14 +164,14 @@ class VllmEngine:
         """Hands sequences of class batch back whose seats others wait for, as `Scheduler.giving_way` does."""
         boarded, others = self._boarded, self._others
         num_free = max(0, self._limits.max_num_sequences - len(boarded))
-        num_missing = sum(one.sequence.priority > BATCH_PRIORITY for one in others[num_free:])
+        num_missing = sum(not one.sequence.is_batch for one in others[num_free:])
         if not num_missing:
             return
         seated = {one.sequence for one in chain(boarded, others[:num_free])}
         batch = [
             one
             for one in reversed(self._requests)
-            if one in seated and one.priority <= BATCH_PRIORITY and one.attempt <= MAX_YIELDING_ATTEMPTS
+            if one in seated and one.is_batch and one.attempt <= MAX_YIELDING_ATTEMPTS
         ]
         for sequence in batch[:num_missing]:
             self._end(sequence, FinishReason.PREEMPTED)

@@ -65,7 +65,8 @@ class RowChecks:
 
 class PassingChecks:
     """Prompts that pass others: the shorter one, of no lower priority, and by fewer tokens in all than the other has.
-    A prompt that is not done with a step was passed by the later ones that got tokens of it."""
+    A prompt that is not done with a step was passed by the later ones that got tokens of it. All others may pass those
+    of class batch."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._may_pass = limits.batching is Batching.INFLIGHT
@@ -83,9 +84,11 @@ class PassingChecks:
                 if other in row_of:
                     assert self._may_pass
                     assert other.priority >= passed.priority
-                    assert other.num_tokens - row_of[other].samples - row_of[other].start < num_left
+                    gives_way = passed.is_batch and not other.is_batch
+                    assert gives_way or other.num_tokens - row_of[other].samples - row_of[other].start < num_left
                     self._num_passed[passed] += row_of[other].num_tokens
-            assert self._num_passed[passed] == passed.num_passed_tokens < passed.num_tokens
+            assert self._num_passed[passed] == passed.num_passed_tokens
+            assert passed.is_batch or passed.num_passed_tokens < passed.num_tokens
 
 
 class OvercommittedChecks:

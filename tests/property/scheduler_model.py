@@ -196,7 +196,7 @@ def sequence_strategy(
         ),
         num_reserved_blocks=num_blocks + num_extra_blocks,
         cache_salt=draw(st.sampled_from(SALTS)),
-        priority=draw(st.sampled_from((0, 0, 1, 2))),
+        priority=draw(st.sampled_from((0, 0, 1, 2, -1))),
         inter_token_target_ms=draw(st.sampled_from((None, 20.0, 50.0))),
         deadline_ms=draw(st.sampled_from((None, None, 10, 20))),
         num_prompt_logprobs=draw(st.sampled_from((None, None, None, 0, 2))),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler, SchedulerLimits
 from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan, StepResult
-from inflight.executor.scheduler.step_constraint import PrefillAllowance, PrefillCost
+from inflight.executor.scheduler.step_constraint import PrefillAllowance, PrefillCost, StepCost
 from tests.property.scheduler_machine import SchedulerMachine
 from tests.property.scheduler_model import (
     STATES,
@@ -49,6 +49,8 @@ ALLOWANCES = st.none() | st.builds(
     drafts=st.none() | st.sampled_from(sorted(PROPOSERS)),
     window_tokens=WINDOWS,
     states=STATES,
+    step_cost=st.none()
+    | st.builds(StepCost, st.floats(0, 40), st.builds(PrefillCost, st.floats(0, 10), st.floats(0, 1), st.floats(0, 1))),
     choice=st.data(),
 )
 def test_every_request_gets_its_solo_output_however_small_the_pool_and_the_chunks(
@@ -59,6 +61,7 @@ def test_every_request_gets_its_solo_output_however_small_the_pool_and_the_chunk
     drafts: str | None,
     window_tokens: int | None,
     states: tuple[int, int, int] | None,
+    step_cost: StepCost | None,
     choice: st.DataObject,
 ) -> None:
     """Requests come back with a new attempt until they are taken, as routers do."""
@@ -88,10 +91,11 @@ def test_every_request_gets_its_solo_output_however_small_the_pool_and_the_chunk
     while waiting or not scheduler.is_idle:
         refused = [s for s in waiting if scheduler.offer(s) is not None]
         waiting = [_again(s, s.attempt + 1) for s in refused]
-        plan = scheduler.schedule(None if allowance is None else replace(allowance), CHEAP)
+        plan = scheduler.schedule(None if allowance is None else replace(allowance), CHEAP, None, step_cost)
         scheduler.check()
         finished = list(scheduler.take_finished())
         launched += [plan] if plan.rows else []
+        assert launched or scheduler.is_idle, "sequences are held, and nothing is done"
         if len(launched) > (1 if overlap and plan.rows else 0):
             finished += scheduler.update(StepResult(launched[0], device.run(launched.pop(0)))).finished
         for event in finished:
@@ -120,6 +124,7 @@ def _again(sequence: Sequence, attempt: int, least_blocks: int = 0) -> Sequence:
         num_reserved_blocks=max(sequence.num_reserved_blocks, least_blocks),
         cache_salt=sequence.cache_salt,
         max_drafts=sequence.max_drafts,
+        priority=sequence.priority,
     )
 
 

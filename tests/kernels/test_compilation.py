@@ -23,6 +23,7 @@ KERNELS = {
     *("score_experts_kernel", "choose_experts_kernel", "order_pairs_kernel", "grouped_kernel", "add_experts_kernel"),
     *("copy_kernel", "change_kernel", "name_excluded_kernel"),
     *("short_conv_kernel", "delta_inputs_kernel", "delta_rule_kernel", "gated_norm_kernel"),
+    *("mamba2_inputs_kernel", "mamba2_norm_kernel"),
 }
 # The sample is compiled for it: an H100.
 USUAL_CAPABILITY = 90

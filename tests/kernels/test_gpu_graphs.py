@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.attention.backend import StepAttention
@@ -90,9 +91,9 @@ def test_replayed_steps_yield_the_tokens_of_the_generic_runner(
     forms: list[StepForm] = []
     compute = runner._graphed.compute
 
-    def recorded(form: StepForm, attention: StepAttention | None) -> None:
+    def recorded(form: StepForm, attention: StepAttention | None, hidden_rows: Tensor | None) -> Tensor | None:
         forms.append(form)
-        compute(form, attention)
+        return compute(form, attention, hidden_rows)
 
     monkeypatch.setattr(runner._graphed, "compute", recorded)
     # Given steps of decodes, steps with chunks that fit a graph, and larger ones

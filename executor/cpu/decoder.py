@@ -87,8 +87,8 @@ class Packed(IntEnum):
 
 # Parts of which a layer has one for each expert.
 EXPERTS = (Packed.EXPERT_GATE_UP, Packed.EXPERT_DOWN)
-# Projections from a layer's inputs to attention and mixers, whose rows are never rounded to 8 bits: rounding them changed
-# an answer of the default model that it gives with exact rows.
+# Projections from a layer's inputs to attention and mixers, whose rows are never rounded to 8 bits: rounding them
+# changed an answer of the default model that it gives with exact rows.
 EXACT_ROWS = (Packed.QKV, Packed.MIXER)
 
 

@@ -176,11 +176,12 @@ class Engine:
         scheduler = self._scheduler
         budget, allowance, terms, copy_cost = self._prefill_budget, None, None, None
         step_cost = budget.step_cost() if scheduler.is_shared else None
+        load = scheduler.decode_load()
         if scheduler.has_prefill:
-            allowance = budget.allowance(scheduler.decode_load(), scheduler.pool.block_size)
+            allowance = budget.allowance(load, scheduler.pool.block_size)
             copy_cost = budget.copy_cost()
         if scheduler.drafts:
-            terms = budget.draft_terms(scheduler.decode_load())
+            terms = budget.draft_terms(load)
         return scheduler.schedule(allowance, terms, copy_cost, step_cost)
 
     def _expect(self, load: StepLoad) -> None:

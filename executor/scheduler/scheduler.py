@@ -83,10 +83,6 @@ from inflight.executor.scheduler.step_constraint import (
 from inflight.executor.scheduler.step_record import KvCounts
 from inflight.executor.speculation.counts import NO_DRAFT_COUNTS, DraftCounts
 
-# Placements after which a sequence of class batch keeps its seat, so that it ends however many others come. The ledger
-# has the same bound (`states.lua`).
-MAX_YIELDING_ATTEMPTS = 8
-
 
 class Boarding:
     """Gives prompts their tokens and seats waiting sequences: first the preempted ones, then the others in boarding
@@ -408,11 +404,7 @@ class Scheduler:
         num_missing -= self.limits.max_num_sequences - queues.num_seated - len(queues.pausing)
         if num_missing <= 0 or self.limits.batching is Batching.STATIC:
             return []
-        seated = (
-            one
-            for one in chain(queues.decodes, queues.prefills)
-            if one.is_batch and one.attempt <= MAX_YIELDING_ATTEMPTS
-        )
+        seated = (one for one in chain(queues.decodes, queues.prefills) if one.gives_way)
         return sorted(seated, key=lambda one: one.arrival, reverse=True)[:num_missing]
 
     def take_finished(self) -> tuple[FinishEvent, ...]:

@@ -92,6 +92,9 @@ NO_LOGPROBS: Mapping[int, TokenLogprobs] = MappingProxyType({})
 ALL_EXCLUDED = -2
 # The priority of class batch.
 BATCH_PRIORITY = -1
+# Placements after which a sequence of class batch keeps its seat, so that it ends however many others come. The ledger
+# has the same bound (`states.lua`).
+MAX_YIELDING_ATTEMPTS = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -291,6 +294,11 @@ class Sequence:
     def is_batch(self) -> bool:
         """Whether it is of class batch, which gives way to the others."""
         return self.priority <= BATCH_PRIORITY
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether it gives up its seat to a sequence of another class that waits for one."""
+        return self.is_batch and self.attempt <= MAX_YIELDING_ATTEMPTS
 
     @property
     def is_ready(self) -> bool:

@@ -30,7 +30,6 @@ from inflight.executor.engine.output import EngineOutput, ReportedSequence
 from inflight.executor.engine.standby import StandbyDepth
 from inflight.executor.scheduler.admission import Gate, Refusal
 from inflight.executor.scheduler.limits import SchedulerLimits
-from inflight.executor.scheduler.scheduler import MAX_YIELDING_ATTEMPTS
 from inflight.executor.scheduler.seat_view import SequencePhase, SequenceSnapshot
 from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, ScoredRows, Sequence
 from inflight.executor.vllm.backend import Backend, BackendLostError, Produced, RefusedError, StepStats
@@ -168,11 +167,7 @@ class VllmEngine:
         if not num_missing:
             return
         seated = {one.sequence for one in chain(boarded, others[:num_free])}
-        batch = [
-            one
-            for one in reversed(self._requests)
-            if one in seated and one.is_batch and one.attempt <= MAX_YIELDING_ATTEMPTS
-        ]
+        batch = [one for one in reversed(self._requests) if one in seated and one.gives_way]
         for sequence in batch[:num_missing]:
             self._end(sequence, FinishReason.PREEMPTED)
 

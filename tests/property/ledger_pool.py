@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from math import ceil, floor, inf
 
-from inflight.executor.scheduler.scheduler import MAX_YIELDING_ATTEMPTS
+from inflight.executor.scheduler.sequence import MAX_YIELDING_ATTEMPTS
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import Demand, ExecutorReport, LedgerEvent, LedgerState, Lost, Placement
 from inflight.router.request.ids import named_block_counts

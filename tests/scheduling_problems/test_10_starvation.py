@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from inflight.executor.scheduler.scheduler import MAX_YIELDING_ATTEMPTS
+from inflight.executor.scheduler.sequence import MAX_YIELDING_ATTEMPTS
 from inflight.router.ledger.types import Attempt, Demand
 from tests.scheduling_problems.served_line import Asked, open_line
 from tests.support.ledger.store_pool import SETTINGS, RouterSide, StorePool

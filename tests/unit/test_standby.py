@@ -8,8 +8,8 @@ import pytest
 
 from inflight.executor.engine.standby import StandbyDepth
 from inflight.executor.scheduler.limits import Batching, SchedulerLimits
-from inflight.executor.scheduler.scheduler import MAX_YIELDING_ATTEMPTS, Scheduler
-from inflight.executor.scheduler.sequence import FinishReason
+from inflight.executor.scheduler.scheduler import Scheduler
+from inflight.executor.scheduler.sequence import MAX_YIELDING_ATTEMPTS, FinishReason
 from tests.support.scheduler.scheduling import LIMITS, STOP_ID, ends_of, make_scheduler, make_sequence, retire, rows_of
 
 

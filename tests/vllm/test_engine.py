@@ -10,9 +10,8 @@ import pytest
 from inflight.executor.engine.output import EngineOutput, EngineStatus
 from inflight.executor.scheduler.admission import Refusal
 from inflight.executor.scheduler.limits import SchedulerLimits
-from inflight.executor.scheduler.scheduler import MAX_YIELDING_ATTEMPTS
 from inflight.executor.scheduler.seat_view import SequencePhase
-from inflight.executor.scheduler.sequence import FinishReason, Processors, Sequence
+from inflight.executor.scheduler.sequence import MAX_YIELDING_ATTEMPTS, FinishReason, Processors, Sequence
 from inflight.executor.scheduler.step_constraint import StepConstraint
 from inflight.executor.vllm.engine import VllmEngine
 from inflight.executor.vllm.parameters import REPLAYED_OUTPUT

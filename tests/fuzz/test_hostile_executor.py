@@ -78,6 +78,7 @@ class HostileExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         self._attachment = attachment
         self._routers: set[str] = set()
         self._num_reports = 0
+        self._writing = asyncio.Lock()  # gRPC allows one write of a stream at a time
 
     async def Describe(
         self, request: executor_pb2.DescribeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -109,7 +110,7 @@ class HostileExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                 self.submitted = submit
                 accepted = executor_pb2.ServeResponse(generation=GENERATION)
                 accepted.accepted.add(request_id=submit.request_id, attempt=submit.attempt, slots=[0])
-                await context.write(accepted)
+                await self._write(context, accepted)
                 if self._frame is not None:
                     await self._write_last(context, self._frame)
             for attach in request.attaches:
@@ -119,9 +120,13 @@ class HostileExecutor(executor_pb2_grpc.ExecutorServiceServicer):
                     answer.attached[0].attempt = attach.attempt
                     await self._write_last(context, answer)
 
+    async def _write(self, context: grpc.aio.ServicerContext[Any, Any], answer: Answer) -> None:
+        async with self._writing:
+            await context.write(answer)
+
     async def _write_last(self, context: grpc.aio.ServicerContext[Any, Any], answer: Answer) -> None:
         try:
-            await context.write(answer)
+            await self._write(context, answer)
             await asyncio.Event().wait()
         finally:
             self.broken.set()  # the router has cancelled the stream
@@ -130,7 +135,7 @@ class HostileExecutor(executor_pb2_grpc.ExecutorServiceServicer):
         while True:
             self._num_reports += 1
             report = executor_pb2.Report(seq=self._num_reports, total_blocks=32, budget_blocks=32, budget_sequences=4)
-            await context.write(executor_pb2.ServeResponse(generation=GENERATION, report=report))
+            await self._write(context, executor_pb2.ServeResponse(generation=GENERATION, report=report))
             await asyncio.sleep(0.1)
 
 

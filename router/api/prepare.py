@@ -200,7 +200,6 @@ class RequestPreparation:
         is on the clock of `time.monotonic`; `deadlines` are those of the first token and of the end, in seconds after
         it; `prior_ids` are output that the client brought."""
         first_token_deadline, deadline = (None if after_s is None else arrived + after_s for after_s in deadlines)
-        next_s = min((after_s for after_s in deadlines if after_s is not None), default=None)
         hashes = prefix_hashes_of(
             submits[0],
             limits.block_size,
@@ -211,7 +210,7 @@ class RequestPreparation:
         streams = []
         for submit in submits:
             name, is_first = client_id(submit.request_id), choice_of(submit.request_id) == 0
-            demand = _demand(submit, context, allowed, limits.block_size, hashes, next_s, is_first=is_first)
+            demand = _demand(submit, context, allowed, limits.block_size, hashes, deadlines, is_first=is_first)
             delivery = _delivery(submit, context, pool, self._tokens, first_token_deadline, deadline)
             facts = RequestFacts(
                 model=pool.name,
@@ -288,16 +287,19 @@ def _demand(
     allowed: TenantLimits,
     block_size: int,
     prefix_hashes: tuple[str, ...],
-    deadline_s: float | None,
+    deadlines: tuple[float | None, float | None],
     *,
     is_first: bool,
 ) -> Demand:
+    next_s = min((after_s for after_s in deadlines if after_s is not None), default=None)
+    _, total_s = deadlines
     num_prompt_tokens, max_tokens = len(submit.prompt_ids), submit.stopping.max_tokens
     return Demand(
         request_id=submit.request_id,
         priority_class=submit.priority,
         blocks=-(-(num_prompt_tokens + max_tokens) // block_size),
-        deadline_ms=None if deadline_s is None else _rounded_ms(deadline_s),
+        deadline_ms=None if next_s is None else _rounded_ms(next_s),
+        total_ms=None if total_s is None else round(total_s * 1000),
         tenant=context.tenant,
         limits=allowed,
         prompt_tokens=num_prompt_tokens,

@@ -105,6 +105,7 @@ SUBMIT = Arguments[Demand, LedgerSettings](
     {
         "class": lambda demand, _: demand.priority_class,
         "deadline_in_ms": lambda demand, _: _limit(demand.deadline_ms),
+        "total_in_ms": lambda demand, _: _limit(demand.total_ms),
         "blocks": lambda demand, _: demand.blocks,
         "placement_blocks": lambda demand, _: (
             demand.blocks if demand.placement_blocks is None else demand.placement_blocks

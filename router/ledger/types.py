@@ -125,6 +125,8 @@ class Demand:
       of the output length reserves fewer.
     - `deadline_ms` is the time from the submit until which the request must be placed, for its first token. After it
       the request is dropped.
+    - `total_ms` is the time from the submit until which the whole output must be there. The ledger reads it once: it
+      refuses a request whose wait would make it miss that time.
     - `last_attempt` and `output_tokens` are the last values that the owner knows, for a pool that has lost the request.
     - `reservation_tokens` limits the output that one placement reserves beyond the output so far, on executors that end
       a placement at its reservation. `placement_blocks` are then the blocks of the next placement.
@@ -144,6 +146,7 @@ class Demand:
     blocks: int
     sequences: int = 1
     deadline_ms: int | None = None
+    total_ms: int | None = None
     last_attempt: int = 0
     tenant: str = DEFAULT_TENANT
     limits: TenantLimits = NO_LIMITS

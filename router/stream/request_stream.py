@@ -275,20 +275,23 @@ class RequestStream:
 
         After a placement it has the last known attempt. After the first token it has no first-token deadline. Output
         that the client sent with the request does not count as output of an earlier placement. With `is_served` the
-        first-token deadline is the time that is left of it now.
+        deadlines are the times that are left of them now.
         """
         has_run = self.life.attempt > 0
-        deadline_ms = self._demand.deadline_ms
+        deadline_ms, total_ms = self._demand.deadline_ms, self._demand.total_ms
         if has_run and self.output_ids:
             deadline_ms = None
-        elif is_served and deadline_ms is not None:
-            deadline_ms = max(1, deadline_ms - round((self._now() - self.clock.arrived) * 1000))
+        if is_served:
+            elapsed_ms = round((self._now() - self.clock.arrived) * 1000)
+            deadline_ms = None if deadline_ms is None else max(1, deadline_ms - elapsed_ms)
+            total_ms = None if total_ms is None else max(1, total_ms - elapsed_ms)
         return dataclasses.replace(
             self._demand,
             last_attempt=self.life.attempt,
             output_tokens=len(self.output_ids) if has_run else 0,
             placement_blocks=self.placement_blocks,
             deadline_ms=deadline_ms,
+            total_ms=total_ms,
             is_served=is_served,
         )
 

@@ -11,7 +11,7 @@ from inflight.executor.scheduler.sequence import MAX_YIELDING_ATTEMPTS
 from inflight.router.ledger.settings import LedgerSettings
 from inflight.router.ledger.types import Demand, ExecutorReport, LedgerEvent, LedgerState, Lost, Placement
 from inflight.router.request.ids import named_block_counts
-from tests.property.ledger_estimates import Estimates
+from tests.property.ledger_estimates import MIN_OUTPUTS, Estimates
 from tests.property.ledger_lengths import Lengths
 from tests.property.ledger_tenants import Tenant
 
@@ -234,6 +234,13 @@ class Pool:
     def prefill_ms(self, request: Request) -> float:
         """From its seat to its first token."""
         return self.estimates.prefill_ms(request.demand.prompt_tokens + request.output)
+
+    def output_ms(self, request: Request) -> float:
+        """From its first token to its last; 0 where it is not known how long outputs are."""
+        if self.estimates.num_outputs < MIN_OUTPUTS:
+            return 0.0
+        share = self.tenants[request.demand.tenant].output_share
+        return request.output_tokens * share * (self.estimates.step_ms or 0)
 
     def is_dead(self, request: Request) -> bool:
         """Whether it will not have begun in time. What has output has begun."""

@@ -40,11 +40,15 @@ def refusal_of_waiting(pool: Pool, request: Request) -> Refused | None:
     wait_ms = pool.estimated_wait_ms(demand.request_id)
     if limit:
         return Refused(Reason.QUEUE_FULL, limit, None if wait_ms is None else _retry_after_ms(wait_ms / 4))
-    if demand.deadline_ms is not None:
-        seat_ms = (wait_ms or 0) + pool.standby_ms(demand.request_id)
-        late_ms = seat_ms * MARGIN + pool.prefill_ms(request) - demand.deadline_ms
-        if late_ms > 0:
-            return Refused(Reason.DEADLINE_UNMEETABLE, "first token deadline", _retry_after_ms(late_ms))
+    first_token_ms = ((wait_ms or 0) + pool.standby_ms(demand.request_id)) * MARGIN + pool.prefill_ms(request)
+    if demand.deadline_ms is not None and first_token_ms > demand.deadline_ms:
+        late_ms = first_token_ms - demand.deadline_ms
+        return Refused(Reason.DEADLINE_UNMEETABLE, "first token deadline", _retry_after_ms(late_ms))
+    output_ms = pool.output_ms(request)
+    if demand.total_ms is not None and output_ms <= demand.total_ms < first_token_ms + output_ms:
+        return Refused(
+            Reason.DEADLINE_UNMEETABLE, "deadline", _retry_after_ms(first_token_ms + output_ms - demand.total_ms)
+        )
     return None
 
 

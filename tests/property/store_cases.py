@@ -45,6 +45,7 @@ ADAPTERS = tuple(letter * 64 for letter in "abcd")
 # Most requests have none; no executor of a test serves the last.
 ASKED_ADAPTERS = ("",) * 5 + ADAPTERS[:1] * 2 + ADAPTERS
 DEADLINES_MS = (None, None, None, 0, 500, 3000, 3_600_000_000)
+TOTALS_MS = (None, 500, 3000, 20_000)
 
 pool_settings = st.builds(
     LedgerSettings,
@@ -75,6 +76,7 @@ def random_demand(rng: random.Random, request_id: str) -> Demand:
         placement_blocks=min(blocks, least_blocks + max_tokens % 3) if prompt_tokens % 2 else None,
         sequences=sequences,
         deadline_ms=rng.choice(DEADLINES_MS),
+        total_ms=rng.choice(TOTALS_MS),
         last_attempt=rng.choice((0, 0, 0, 2)),
         tenant=tenant,
         limits=rng.choice(TENANTS[tenant]),

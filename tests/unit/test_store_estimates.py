@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from inflight.common.errors import Reason
-from inflight.router.ledger.types import Attempt, Demand, HeldSequence, Queued, Refused
+from inflight.router.ledger.types import Attempt, Demand, Ending, HeldSequence, Queued, Refused
 from tests.support.ledger.store_pool import StorePool
 
 
@@ -13,7 +15,7 @@ def asked(request_id: str, deadline_ms: int | None = None, tokens: int = 100) ->
     return Demand(request_id, 2, blocks=1, deadline_ms=deadline_ms, prompt_tokens=tokens)
 
 
-async def line_moves(pool: StorePool, per_s: int = 2, duration_ms: int = 4000) -> None:
+async def line_moves(pool: StorePool, per_s: int = 2, duration_ms: int = 4000, step_ms: float = 0.0) -> None:
     """So many requests of 100 tokens a second board, in turn, while ten wait; the last stays on its seat."""
     a = pool.router("a")
     interval_ms = 1000 // per_s
@@ -26,7 +28,7 @@ async def line_moves(pool: StorePool, per_s: int = 2, duration_ms: int = 4000) -
     for _ in range(count):
         await pool.wait(interval_ms)
         held = (HeldSequence(running.request_id, 1, 1),)
-        await a.store.report(pool.next_report(sequences=1, held=held))
+        await a.store.report(pool.next_report(sequences=1, held=held, step_ms=step_ms))
         await a.store.settle([running])
         [placed] = await a.placed()
         running = Attempt(placed, 1)
@@ -55,6 +57,26 @@ async def test_deadline_that_the_estimate_misses_is_refused_with_a_time_to_retry
     assert 100 <= result.retry_after_ms <= 60_000
     assert isinstance(await a.store.submit(asked("patient", deadline_ms=60_000)), Queued)
     assert await store_pool.num_waiting() == 12
+
+
+async def test_total_deadline_that_the_wait_would_make_the_output_miss_is_refused(store_pool: StorePool) -> None:
+    # Given outputs that use all of their reservation, and a wait of some 5 s
+    a = store_pool.router("a")
+    await a.store.report(store_pool.next_report(sequences=1))
+    for number in range(5):
+        await a.place_demand(replace(asked(f"known{number}"), max_tokens=100))
+        await a.store.settle([Ending(f"known{number}", 1, 100, 100, by_itself=True)])
+    await line_moves(store_pool, step_ms=10.0)
+    # When a request comes whose output takes 1 s
+    long = replace(asked("long"), max_tokens=100)
+
+    result = await a.store.submit(replace(long, total_ms=4000))
+
+    assert isinstance(result, Refused)
+    assert (result.reason, result.limit) == (Reason.DEADLINE_UNMEETABLE, "deadline")
+    # Where the output alone takes longer, the deadline is meant to cut it off
+    assert isinstance(await a.store.submit(replace(long, request_id="cut", total_ms=500)), Queued)
+    assert isinstance(await a.store.submit(replace(long, request_id="patient", total_ms=60_000)), Queued)
 
 
 async def test_estimates_are_corrected_by_what_came_of_them(store_pool: StorePool) -> None:

@@ -152,9 +152,14 @@ local function refusal_of_waiting(request, tenant, wait_ms)
     return {'REFUSED', 'QUEUE_FULL', limit, wait_ms and math.max(100, math.min(60000, math.ceil(wait_ms / 4))) or ''}
   end
   local seat_ms = (wait_ms or 0) + estimates.standby_ms(request)
-  local late_ms = seat_ms * estimates.MARGIN + estimates.prefill_ms(request) - asked.deadline_in_ms
-  if late_ms > 0 and asked.deadline_in_ms < math.huge then
-    return {'REFUSED', 'DEADLINE_UNMEETABLE', 'first token deadline', math.ceil(math.max(100, math.min(60000, late_ms)))}
+  local first_token_ms = seat_ms * estimates.MARGIN + estimates.prefill_ms(request)
+  local late_ms, missed = first_token_ms - asked.deadline_in_ms, 'first token deadline'
+  local output_ms = estimates.output_ms(request)
+  if late_ms <= 0 and output_ms <= asked.total_in_ms then -- a longer output is meant to be cut off by its deadline
+    late_ms, missed = first_token_ms + output_ms - asked.total_in_ms, 'deadline'
+  end
+  if late_ms > 0 then
+    return {'REFUSED', 'DEADLINE_UNMEETABLE', missed, math.ceil(math.max(100, math.min(60000, late_ms)))}
   end
   return nil
 end

@@ -7,7 +7,7 @@
 local MEMORY_MS, FULL_MS, LEAST_MS = 10000, 5000, 1000
 local MIN_OUTPUTS = 4 -- from which is known how much of its reservation an output uses
 local CORRECTION_STEP = 0.05
-estimates.MARGIN = 1.2 -- by which an estimate must miss a deadline before the request is refused for it
+estimates.MARGIN = 1.2 -- what an estimated wait is multiplied by where it is compared with a deadline
 
 -- Requests that will probably be placed before it: all of higher classes, and those ahead of it in its tenant's queue;
 -- the other tenants of its class take turns with it.
@@ -73,6 +73,14 @@ function estimates.prefill_ms(request)
     return 0
   end
   return (request.prompt + request.output) / state.prefill_speed + state.step_ms
+end
+
+-- Milliseconds from first token to last, a step for each; 0 if it is not known how long outputs are.
+function estimates.output_ms(request)
+  if state.num_outputs < MIN_OUTPUTS then
+    return 0
+  end
+  return (reserved_tokens(request) - request.prompt) * load_tenant(request.tenant).output_share * state.step_ms
 end
 
 -- Updates the measurements after a waiting request was placed.

@@ -304,12 +304,12 @@ class MutatingExecutor(HostileExecutor):
             for submit in request.submits:
                 accepted = executor_pb2.ServeResponse(generation=GENERATION)
                 accepted.accepted.add(request_id=submit.request_id, attempt=submit.attempt, slots=[self.num_sent])
-                await context.write(accepted)
+                await self._write(context, accepted)
                 frame = executor_pb2.ServeResponse()
                 frame.CopyFrom(self._mutator.choice(self._templates))
                 self._mutator.mutate(frame)
                 self.num_sent += 1
-                await context.write(frame)
+                await self._write(context, frame)
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the next stream sends the next message")
 
 

@@ -26,18 +26,22 @@ function estimates.num_ahead(request, ahead_in_tenant)
   return ahead
 end
 
+-- Output tokens, by the share of reservations that the tenant's outputs use.
+local function expected_output(request)
+  return (reserved_tokens(request) - request.prompt) * load_tenant(request.tenant).output_share
+end
+
 -- Tokens per millisecond of a queue of requests like this one, by what executors report; nil if that is unknown. They
 -- compute prompts and outputs in the same steps: what takes longer of both decides.
 local function reported_speed(request)
   if state.output_speed == 0 or state.num_outputs < MIN_OUTPUTS then
     return nil
   end
-  local tokens = reserved_tokens(request)
-  local busy_ms = (tokens - request.prompt) * load_tenant(request.tenant).output_share / state.output_speed
+  local busy_ms = expected_output(request) / state.output_speed
   if state.prefill_speed > 0 then
     busy_ms = math.max(busy_ms, request.prompt / state.prefill_speed)
   end
-  return busy_ms > 0 and tokens / busy_ms * redis.call('ZCARD', SIZES) or nil
+  return busy_ms > 0 and reserved_tokens(request) / busy_ms * redis.call('ZCARD', SIZES) or nil
 end
 
 -- Tokens per millisecond; nil if nothing was measured.
@@ -77,10 +81,7 @@ end
 
 -- Milliseconds from first token to last, a step for each; 0 if it is not known how long outputs are.
 function estimates.output_ms(request)
-  if state.num_outputs < MIN_OUTPUTS then
-    return 0
-  end
-  return (reserved_tokens(request) - request.prompt) * load_tenant(request.tenant).output_share * state.step_ms
+  return state.num_outputs < MIN_OUTPUTS and 0 or expected_output(request) * state.step_ms
 end
 
 -- Updates the measurements after a waiting request was placed.

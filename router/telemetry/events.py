@@ -73,7 +73,9 @@ class RequestEnd:
 
 
 class RequestRecorder(Protocol):
-    """Receives the events of one request."""
+    """Receives the events of one request. A recorder that inherits from it ignores those that it does not define."""
+
+    __slots__ = ()
 
     def admitted(self) -> None:
         """The ledger has accepted it."""

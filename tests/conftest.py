@@ -194,6 +194,15 @@ def redis_admin_url(redis_server: PrivateRedis) -> str:
     return redis_server.admin_url
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread for torch."""
+    from tests.support.device.torch_threads import torch_threads  # imports torch, which takes seconds
+
+    with torch_threads(1):
+        yield
+
+
 @pytest.fixture
 def one_seed_and_thread() -> Iterator[None]:
     """One thread and the random numbers of seed 0 for torch."""

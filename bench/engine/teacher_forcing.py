@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight.bench.engine.model_steps import BLOCK_SIZE, greedy_sequence
 from inflight.common.model_source import ModelSource
 from inflight.executor.checkpoint.quantized_linear import make_dense
 from inflight.executor.formats.loading import load_network
 from inflight.executor.model.model import PagedModel
-from inflight.executor.scheduler.sequence import PlanRow, StepPlan
+from inflight.executor.scheduler.sequence import PlanRow, Sampling, StepPlan, Stopping
 from inflight.executor.scheduler.sequence import Sequence as TokenSequence
 from inflight.executor.step.batch import pack
 
+BLOCK_SIZE = 16
 # The logits of a step are kept whole: 50 MB for these many tokens and a vocabulary of 50,000.
 MAX_TOKENS_OF_STEP = 256
 
@@ -77,9 +77,16 @@ def _forced(
     for first in range(0, len(prompts), prompts_at_once):
         some = prompts[first : first + prompts_at_once]
         tables = (range(1 + i * num_blocks, 1 + (i + 1) * num_blocks) for i in range(len(some)))
-        sequences = [greedy_sequence(prompt, list(table)) for prompt, table in zip(some, tables, strict=True)]
+        sequences = [_sequence(prompt, list(table)) for prompt, table in zip(some, tables, strict=True)]
         for i, start, logits in _steps(model, sequences, chunk_tokens):
             yield first + i, start, logits
+
+
+def _sequence(token_ids: Sequence[int], block_table: list[int]) -> TokenSequence:
+    """Returns a sequence whose prompt is all of these tokens."""
+    greedy = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    prompt, stopping = list(token_ids), Stopping(1, 0, frozenset())
+    return TokenSequence("bench", 1, prompt, len(prompt), greedy, stopping, 0, None, block_table=block_table)
 
 
 def _steps(

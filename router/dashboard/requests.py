@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from inflight.common.errors import Reason
-from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts, RequestRecorder
 
 MAX_ENDED = 200
 # Live requests beyond this number are counted but have no timeline.
@@ -70,8 +70,8 @@ class Entry:
     why: str = ""
 
 
-class Timeline:
-    """One request. Implements `inflight.router.telemetry.events.RequestRecorder`."""
+class Timeline(RequestRecorder):
+    """One request."""
 
     __slots__ = (
         "_log",
@@ -128,9 +128,6 @@ class Timeline:
     def boarded_again(self) -> None:
         self._enter(Stage.PREFILL)
 
-    def first_sent(self, after_s: float) -> None:
-        """Does nothing: `sent` follows."""
-
     def sent(self, num_tokens: int, interval_s: float | None) -> None:
         self._tally.output_tokens += num_tokens
         if self.outcome is not None:
@@ -152,9 +149,6 @@ class Timeline:
     def resumed(self) -> None:
         self.num_resumed += 1
         self._log.changed(self)
-
-    def incomplete(self) -> None:
-        """Its timeline ends with an error."""
 
     def ended(self, end: RequestEnd) -> None:
         if end.output_tokens > self.output_tokens and self.entries:

@@ -73,46 +73,62 @@ class RequestEnd:
 
 
 class RequestRecorder(Protocol):
-    """Receives the events of one request."""
+    """Receives the events of one request. A recorder that inherits from it ignores those that it does not define: an
+    explicit `return` makes them not abstract."""
+
+    __slots__ = ()
 
     def admitted(self) -> None:
         """The ledger has accepted it."""
+        return
 
     def placed(self, placed: PlacedAt) -> None:
         """It was placed on an executor."""
+        return
 
     def boarded(self, cached_tokens: int) -> None:
         """It got its first seat, with so many prompt tokens found in the prefix cache."""
+        return
 
     def boarded_again(self) -> None:
         """It got a seat again, after a preemption or a move."""
+        return
 
     def preempted(self) -> None:
         """It was preempted and waits on its executor for a seat."""
+        return
 
     def first_sent(self, after_s: float) -> None:
         """Its first token was sent, so long after its arrival."""
+        return
 
     def sent(self, num_tokens: int, interval_s: float | None) -> None:
         """So many tokens were sent, so long after the previous ones; None: they were the first to this reader."""
+        return
 
     def moved(self, why: str) -> None:
         """It lost its placement and waits for another."""
+        return
 
     def extended(self) -> None:
         """Its placement has used its reservation; another one follows."""
+        return
 
     def resumed(self) -> None:
         """A client resumed it."""
+        return
 
     def incomplete(self) -> None:
         """A token was missing from what a client was sent. This is a bug of the router."""
+        return
 
     def ended(self, end: RequestEnd) -> None:
         """It ended."""
+        return
 
     def left(self) -> None:
         """It continues without this router."""
+        return
 
 
 class Trace(RequestRecorder, Protocol):

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 
 from inflight.common.errors import Reason
-from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+from inflight.router.telemetry.events import RequestEnd, RequestFacts, RequestRecorder
 from inflight.v1 import inference_pb2
 
 MINUTE_S = 60
@@ -87,7 +87,7 @@ def _percentile(ordered: list[tuple[int, int]], rank: int) -> float:
     raise AssertionError("there are fewer than that")
 
 
-class ModelLatencies:
+class ModelLatencies(RequestRecorder):
     """One model, and the recorder of all its requests."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -102,21 +102,6 @@ class ModelLatencies:
         """A request was refused."""
         self._refused.add(self._clock())
 
-    def admitted(self) -> None:
-        """No latency follows from it."""
-
-    def placed(self, placed: PlacedAt) -> None:
-        """No latency follows from it."""
-
-    def boarded(self, cached_tokens: int) -> None:
-        """No latency follows from it."""
-
-    def boarded_again(self) -> None:
-        """No latency follows from it."""
-
-    def preempted(self) -> None:
-        """No latency follows from it."""
-
     def first_sent(self, after_s: float) -> None:
         self._first_token_ms.add(self._clock(), after_s * 1000)
 
@@ -126,23 +111,8 @@ class ModelLatencies:
         if interval_s is not None:
             self._inter_token_ms.add(now_s, interval_s * 1000 / num_tokens)
 
-    def moved(self, why: str) -> None:
-        """No latency follows from it."""
-
-    def extended(self) -> None:
-        """No latency follows from it."""
-
-    def resumed(self) -> None:
-        """No latency follows from it."""
-
-    def incomplete(self) -> None:
-        """No latency follows from it."""
-
     def ended(self, end: RequestEnd) -> None:
         self._ended.add(self._clock())
-
-    def left(self) -> None:
-        """No latency follows from it."""
 
     def recent(self, within_s: int) -> tuple[list[float] | None, list[float] | None]:
         """Returns the median and 99th percentile of TTFT and inter-token latency, milliseconds, over the last so many

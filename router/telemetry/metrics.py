@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from inflight.common.errors import Reason
 from inflight.router.ledger.types import FIGURES, Account, AccountUsage, LedgerCall
-from inflight.router.telemetry.events import CLASS_NAMES, PlacedAt, RequestEnd, RequestFacts
+from inflight.router.telemetry.events import CLASS_NAMES, PlacedAt, RequestEnd, RequestFacts, RequestRecorder
 
 # The value of gen_ai.provider.name.
 PROVIDER = "inflight"
@@ -223,16 +223,13 @@ class _Measures:
         self._metrics.duration.labels(*self._gen_ai, error_type).observe(end.duration_s)
 
 
-class RequestMeter:
-    """Implements `inflight.router.telemetry.events.RequestRecorder`."""
+class RequestMeter(RequestRecorder):
+    """Counts one request when it is placed, and its end at the router that has it then."""
 
     def __init__(self, measures: _Measures, prompt_tokens: int, prior_tokens: int) -> None:
         self._measures = measures
         self._prompt_tokens = prompt_tokens
         self._prior_tokens = prior_tokens
-
-    def admitted(self) -> None:
-        """Does nothing: a request is counted when it is placed."""
 
     def placed(self, placed: PlacedAt) -> None:
         if placed.wait_s is not None:
@@ -242,12 +239,6 @@ class RequestMeter:
     def boarded(self, cached_tokens: int) -> None:
         self._measures.prompt_tokens.inc(self._prompt_tokens)
         self._measures.cached_tokens.inc(cached_tokens)
-
-    def boarded_again(self) -> None:
-        """No metric counts it."""
-
-    def preempted(self) -> None:
-        """No metric counts it."""
 
     def first_sent(self, after_s: float) -> None:
         self._measures.first_token.observe(after_s)
@@ -274,6 +265,3 @@ class RequestMeter:
         num_later = end.output_tokens - self._prior_tokens - 1
         if end.decode_s is not None and num_later > 0:
             self._measures.per_token.observe(end.decode_s / num_later)
-
-    def left(self) -> None:
-        """Does nothing: the router that continues the request counts its end."""

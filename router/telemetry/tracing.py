@@ -21,7 +21,7 @@ from opentelemetry.trace import NoOpTracer, Span, SpanKind, Status, StatusCode, 
 from inflight.common.errors import Reason, RequestError
 from inflight.common.telemetry.trace_context import context_in, traceparent_of, unix_ns
 from inflight.router.ledger.types import LedgerCall
-from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
+from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts, RequestRecorder
 from inflight.router.telemetry.metrics import PROVIDER
 
 
@@ -71,8 +71,8 @@ class RequestTracer:
         """The call's own span says so."""
 
 
-class RequestTrace:
-    """Implements `inflight.router.telemetry.events.RequestRecorder`."""
+class RequestTrace(RequestRecorder):
+    """Spans of one request."""
 
     def __init__(self, tracer: Tracer, facts: RequestFacts) -> None:
         self._context = current.get_current()
@@ -124,9 +124,6 @@ class RequestTrace:
         if self._placement is not None:
             self._placement.add_event("first token sent")
 
-    def sent(self, num_tokens: int, interval_s: float | None) -> None:
-        """Spans do not count tokens one by one."""
-
     def moved(self, why: str) -> None:
         if self._placement is not None:
             self._placement.set_attribute("inflight.moved", why)
@@ -135,12 +132,6 @@ class RequestTrace:
 
     def extended(self) -> None:
         self.moved("extended")
-
-    def resumed(self) -> None:
-        """The call that resumes has its own span."""
-
-    def incomplete(self) -> None:
-        """The span of the call has the error."""
 
     def ended(self, end: RequestEnd) -> None:
         if self._placement is not None and end.is_error:

@@ -100,8 +100,7 @@ def test_tokens_of_graphs_are_those_of_transformers(tmp_path: Path, name: str, s
 @pytest.mark.parametrize("name", FAMILY)
 def test_tokens_do_not_depend_on_drafts_and_preemption(tmp_path: Path, name: str) -> None:
     folder = save_model(FAMILY[name], tmp_path / name, has_random_vectors=True)
-    for num_host_slots in (0, 3):
-        check_drafts(load(folder, "cuda"), None, 30, num_host_slots)
+    check_drafts(load(folder, "cuda"), None, 30, (0, 3))
 
 
 def test_pool_leaves_room_for_slots_and_steps(tmp_path: Path) -> None:

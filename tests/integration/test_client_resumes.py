@@ -166,38 +166,28 @@ def check_choices(result: Completion, expected: list[list[int]]) -> None:
     assert result.usage.output_tokens == 4 * NUM_TOKENS
 
 
-@pytest.mark.parametrize("max_num_sequences", [4, 2])
-async def test_choices_outlive_their_router_whether_they_run_or_wait(
-    redis_url: str, pool: str, max_num_sequences: int
+@pytest.mark.parametrize(
+    ("max_num_sequences", "is_cut"), [(4, False), (2, False), (8, True)], ids=["running", "waiting", "connection cut"]
+)
+async def test_choices_outlive_their_router_or_connection_whether_they_run_or_wait(
+    redis_url: str, pool: str, max_num_sequences: int, is_cut: bool
 ) -> None:
     shape = ExecutorShape(num_blocks=64, max_num_sequences=max_num_sequences)
     async with run_cluster(redis_url, pool, routers=2, shape=shape) as cluster, asyncio.timeout(WAIT_S):
         brake = cluster.executors[0].brake
-        async with aio.AsyncClient(*addresses(cluster)) as client:
+        async with (
+            Cut(cluster.routers[0].address) as way,
+            aio.AsyncClient(*([way.address] if is_cut else addresses(cluster))) as client,
+        ):
             brake.hold()
             stream = client.generate(token_ids=PROMPT, n=4, **{**OPTIONS, "temperature": 1.0, "seed": SEED})
             events = stream.events()
             brake.permit(8)
             await until_read(stream, 5, events)
-            await KILL(serving(cluster, stream))
-            brake.release()
-            seen = [event async for event in events]
-        expected = await read_choices(cluster)
-    assert [type(event).__name__ for event in seen].count("Finished") == 4
-    check_choices(stream.transcript.result(), expected)
-
-
-async def test_choices_go_on_after_a_connection_is_cut(redis_url: str, pool: str) -> None:
-    shape = ExecutorShape(num_blocks=64)
-    async with run_cluster(redis_url, pool, shape=shape) as cluster, asyncio.timeout(WAIT_S):
-        brake = cluster.executors[0].brake
-        async with Cut(cluster.routers[0].address) as cut, aio.AsyncClient(cut.address) as client:
-            brake.hold()
-            stream = client.generate(token_ids=PROMPT, n=4, **{**OPTIONS, "temperature": 1.0, "seed": SEED})
-            events = stream.events()
-            brake.permit(8)
-            await until_read(stream, 5, events)
-            cut.cut()
+            if is_cut:
+                way.cut()
+            else:
+                await KILL(serving(cluster, stream))
             brake.release()
             seen = [event async for event in events]
         expected = await read_choices(cluster)

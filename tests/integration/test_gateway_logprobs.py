@@ -76,28 +76,36 @@ async def test_each_choice_has_its_own(client: openai.AsyncOpenAI, pool: str) ->
     assert [joined(one) for one in parts] == told
 
 
-async def test_stream_that_is_resumed_at_another_gateway_has_each_once(redis_url: str, pool: str) -> None:
+LONG = [(3 * i + i // 7) % 5 for i in range(30)]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_stream_that_is_resumed_at_another_gateway_has_each_once(redis_url: str, pool: str, echo: bool) -> None:
+    prompt, num_tokens = (LONG, 6) if echo else (PROMPT, 40)
     async with (
         run_cluster(redis_url, pool, routers=2) as cluster,
         run_gateway(address_of(cluster, 0)) as first,
         run_gateway(address_of(cluster, 1)) as second,
     ):
         executor = cluster.executors[0]
-        body = held_body(pool, resume_ttl_s=30, logprobs=1)
-        # Given a client that has seen the beginning, and lost its connection
+        body = held_body(pool, num_tokens, resume_ttl_s=30, logprobs=1, echo=echo) | {"prompt": prompt}
+        # Given a client that has seen the beginning, of the prompt if that is echoed, and lost its connection
         executor.brake.hold()
-        executor.brake.permit(5)
+        executor.brake.permit(1 if echo else 5)
         seen: list[ServerSentEvent] = []
         async with events_of(f"{first.url}/v1/completions", body) as events:
             while not logprobs_of(seen):
                 seen.append(await anext(events))
+        assert not echo or len(joined(logprobs_of(seen))["tokens"]) < len(LONG)
         executor.brake.release()
         # When it goes on elsewhere
         headers = {"Last-Event-ID": seen[-1].name}
         async with events_of(f"{second.url}/v1/completions", body, headers) as events:
             rest = [event async for event in events]
-        # Then each token has come once, and begins where it does in the whole text
-        assert joined([*logprobs_of(seen), *logprobs_of(rest)]) == expected(40, 1)
+    # Then each token has come once, and begins where it does in the whole text
+    whole = echoed(prompt, num_tokens, 1) if echo else expected(num_tokens, 1)
+    assert joined([*logprobs_of(seen), *logprobs_of(rest)]) == whole
+    assert text_of(seen) + text_of(rest) == "".join(whole["tokens"])
 
 
 def scored(prompt: list[int], num_top: int) -> dict[str, list[Any]]:
@@ -117,9 +125,6 @@ def echoed(prompt: list[int], max_tokens: int, num_top: int) -> dict[str, list[A
     output = expected_of(prompt, max_tokens, num_top)
     output["text_offset"] = [offset + 2 * len(prompt) for offset in output["text_offset"]]
     return joined([scored(prompt, num_top), output])
-
-
-LONG = [(3 * i + i // 7) % 5 for i in range(30)]
 
 
 async def test_echoed_prompts_have_log_probabilities_as_lm_eval_reads_them(
@@ -162,32 +167,6 @@ async def test_echoed_prompts_stream_with_their_log_probabilities(
         parts += [] if chunk.choices[0].logprobs is None else [chunk.choices[0].logprobs.to_dict()]
     assert joined(parts) == (echoed(LONG, max_tokens, 2) if max_tokens else scored(LONG, 2))
     assert text == "".join(joined(parts)["tokens"])
-
-
-async def test_echoed_prompt_that_is_resumed_at_another_gateway_has_each_position_once(
-    redis_url: str, pool: str
-) -> None:
-    async with (
-        run_cluster(redis_url, pool, routers=2) as cluster,
-        run_gateway(address_of(cluster, 0)) as first,
-        run_gateway(address_of(cluster, 1)) as second,
-    ):
-        executor = cluster.executors[0]
-        body = held_body(pool, 6, resume_ttl_s=30, logprobs=1, echo=True) | {"prompt": LONG}
-        executor.brake.hold()
-        executor.brake.permit(1)
-        seen: list[ServerSentEvent] = []
-        async with events_of(f"{first.url}/v1/completions", body) as events:
-            while not logprobs_of(seen):
-                seen.append(await anext(events))
-        assert len(joined(logprobs_of(seen))["tokens"]) < len(LONG)
-        executor.brake.release()
-        headers = {"Last-Event-ID": seen[-1].name}
-        async with events_of(f"{second.url}/v1/completions", body, headers) as events:
-            rest = [event async for event in events]
-    assert joined([*logprobs_of(seen), *logprobs_of(rest)]) == echoed(LONG, 6, 1)
-    text = "".join(f"t{i}" for i in [*LONG, *expected_ids(LONG, 6)])
-    assert text_of(seen) + text_of(rest) == text
 
 
 async def test_prompt_log_probabilities_have_vllms_form(client: openai.AsyncOpenAI, pool: str) -> None:

@@ -209,8 +209,11 @@ async def test_without_executor_requests_are_unavailable(redis_url: str, pool: s
     assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_lost_executor_hands_its_requests_to_another_from_the_next_offset(redis_url: str, pool: str) -> None:
-    async with run_cluster(redis_url, pool, executors=1) as cluster:
+@pytest.mark.parametrize("engine_first", [False, True], ids=["killed", "drained too long"])
+async def test_lost_executor_hands_its_requests_to_another_from_the_next_offset(
+    redis_url: str, pool: str, engine_first: bool
+) -> None:
+    async with run_cluster(redis_url, pool) as cluster:
         router, dying = cluster.routers[0], cluster.executors[0]
         dying.brake.hold()
         call = router.stub.Generate(token_request([1, 2], 12))
@@ -218,12 +221,18 @@ async def test_lost_executor_hands_its_requests_to_another_from_the_next_offset(
         events: list[inference_pb2.StreamEvent] = []
         while not events or sum(event.delta.num_tokens for event in events) < 2:
             events.append((await call.read()).event)
+        if engine_first:  # and then the server
+            ending = asyncio.create_task(asyncio.to_thread(dying.engine.stop))
+            while not ending.done():
+                dying.brake.permit(1)
+                await asyncio.sleep(0.001)
         port = int(dying.address.rpartition(":")[2])
         await dying.stop()
         successor = await start_executor("executor-0", pool, ExecutorShape(), generation=2, port=port)
         events += await rest(call)
         await successor.stop()
     assert ids_of(events) == expected_ids([1, 2], 12)
+    assert events[-2].finished.reason == types_pb2.FINISH_REASON_LENGTH
     assert events[-1].done.timing.migrations == 1
     assert events[-1].done.usage.output_tokens == 12
 
@@ -282,29 +291,6 @@ async def test_executor_that_comes_later_is_used(redis_url: str, pool: str) -> N
         await until_ready(cluster.routers[0], 1)
         assert ids_of(await collect(cluster.routers[0], token_request([4], 6))) == expected_ids([4], 6)
         await restarted.stop()
-
-
-async def test_executor_that_stops_before_its_sequences_end_leaves_them_to_another(redis_url: str, pool: str) -> None:
-    async with run_cluster(redis_url, pool) as cluster:
-        router, stopping = cluster.routers[0], cluster.executors[0]
-        stopping.brake.hold()
-        call = router.stub.Generate(token_request([1, 2], 12))
-        stopping.brake.permit(3)
-        events: list[inference_pb2.StreamEvent] = []
-        while not events or sum(event.delta.num_tokens for event in events) < 2:
-            events.append((await call.read()).event)
-        # When it stops as after a drain that took too long: the engine first, then the server
-        ending = asyncio.create_task(asyncio.to_thread(stopping.engine.stop))
-        while not ending.done():
-            stopping.brake.permit(1)
-            await asyncio.sleep(0.001)
-        port = int(stopping.address.rpartition(":")[2])
-        await stopping.stop()
-        successor = await start_executor("executor-0", pool, ExecutorShape(), generation=2, port=port)
-        events += await rest(call)
-        await successor.stop()
-    assert ids_of(events) == expected_ids([1, 2], 12)
-    assert events[-2].finished.reason == types_pb2.FINISH_REASON_LENGTH
 
 
 async def test_placement_on_an_executor_without_a_link_costs_no_attempt(redis_url: str, pool: str) -> None:

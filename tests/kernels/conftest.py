@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
-from triton.runtime import interpreter
 
 from inflight.executor.kernels import tiling
-from tests.kernels.interpreter import LaunchPatches
+from tests.kernels.interpreter import quick_interpreter
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.torch_threads import torch_threads
 
@@ -23,8 +22,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _quick_interpreter() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", LaunchPatches(interpreter._patch_lang).patch)
+    with quick_interpreter():
         yield
 
 

@@ -32,18 +32,11 @@ from inflight.executor.scheduler.sequence import (
     StepPlan,
     Stopping,
 )
+from tests.support.scheduler.scheduling import make_limits
 
 BLOCK_SIZE = 4
 VOCABULARY_SIZE = 8
-IN_FLIGHT = SchedulerLimits(
-    max_num_sequences=3,
-    num_standby_sequences=5,
-    max_num_tokens=9,
-    context_length=40,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
-)
+IN_FLIGHT = make_limits(max_num_sequences=3, num_standby_sequences=5, max_num_tokens=9, context_length=40)
 MODES = {
     "chunked": IN_FLIGHT,
     "whole prompts": replace(IN_FLIGHT, enable_chunked_context=False),

@@ -10,20 +10,12 @@ from inflight.bench.gpu.engine.random_model import RandomModel, make_model
 from inflight.bench.gpu.engine.steps import decode_step_s, prefill_step_s
 from inflight.executor.attention.triton import TritonAttention
 from inflight.executor.gpu.runner import GpuRunner
-from inflight.executor.scheduler.limits import Batching, SchedulerLimits
 from inflight.executor.scheduler.sequence import Processors
 from tests.support.checkpoints.tiny_models import sizes
+from tests.support.scheduler.scheduling import make_limits
 
 BLOCK_SIZE = 16
-LIMITS = SchedulerLimits(
-    max_num_sequences=2,
-    num_standby_sequences=3,
-    max_num_tokens=16,
-    context_length=64,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
-)
+LIMITS = make_limits(max_num_sequences=2, num_standby_sequences=3, max_num_tokens=16, context_length=64)
 
 
 @pytest.fixture(scope="module")

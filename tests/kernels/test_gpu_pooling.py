@@ -20,8 +20,7 @@ from tests.unit.test_pooling import BLOCK_SIZE, LIMITS, NUM_BLOCKS, PROMPTS, TOK
 NAMES = ("one", "block", "other")
 
 
-@pytest.mark.parametrize("mode", ["lasttoken", "mean"])
-@pytest.mark.parametrize("has_graphs", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["kernels", "graphs"])
+@pytest.mark.parametrize(("mode", "has_graphs"), [("lasttoken", False), ("mean", False), ("mean", True)])
 def test_embeddings_are_those_of_sentence_transformers(
     mode: str, has_graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,7 +90,7 @@ def test_matrices_stay_as_in_the_file_and_logits_are_those_of_transformers(name:
     assert model.description.weight_dtype == "quantized"
     for layer in layers_of(model):
         assert_keeps_codes(layer)
-    check_logits(tmp_path / "model-dense", model, 67, (3, 1, 59, 1, 3))
+    check_logits(tmp_path / "model-dense", model, 35, (3, 1, 27, 1, 3))
 
 
 def test_projections_of_one_form_are_one_product(tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ from tests.kernels.test_gpu_runner import BLOCK_SIZE, NUM_BLOCKS, assert_same_se
 from tests.kernels.test_gpu_runner import LIMITS as LIMITS_OF_ONE
 from tests.kernels.test_gpu_runner import load as load_with_kv
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.support.device.torch_threads import torch_threads
 
 TIMEOUT_S = 300.0
 # Each launch takes the interpreter long.
@@ -61,12 +60,6 @@ FAMILY: dict[str, tuple[PretrainedConfig, int]] = {
         2,
     ),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 class Turns:

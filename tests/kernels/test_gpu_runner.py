@@ -20,23 +20,15 @@ from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
-from inflight.executor.scheduler.limits import Batching, Overcommit, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.limits import Overcommit, SchedulerPolicy
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, StepPlan, Stopping
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE
-from tests.support.scheduler.scheduling import run_overlapped
+from tests.support.scheduler.scheduling import make_limits, run_overlapped
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 16
-LIMITS = SchedulerLimits(
-    max_num_sequences=3,
-    num_standby_sequences=4,
-    max_num_tokens=16,
-    context_length=64,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
-)
+LIMITS = make_limits(max_num_sequences=3, num_standby_sequences=4, max_num_tokens=16, context_length=64)
 
 
 @cache

@@ -18,7 +18,6 @@ from inflight.executor.gpu.runner import GpuRunner
 from inflight.executor.model.loader import load_model
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
-from inflight.executor.scheduler.limits import Batching, SchedulerLimits
 from inflight.executor.scheduler.scheduler import INVALID_LOGITS, Scheduler
 from inflight.executor.scheduler.sequence import (
     FinishEvent,
@@ -30,18 +29,11 @@ from inflight.executor.scheduler.sequence import (
     Stopping,
 )
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
+from tests.support.scheduler.scheduling import make_limits
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 8
-LIMITS = SchedulerLimits(
-    max_num_sequences=4,
-    num_standby_sequences=4,
-    max_num_tokens=24,
-    context_length=64,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
-)
+LIMITS = make_limits(max_num_sequences=4, num_standby_sequences=4, max_num_tokens=24, context_length=64)
 BACKENDS = {"native": "cpu", "torch": "reference", "triton": "triton"}
 GREEDY = Sampling(0.0, 0, 1.0, 0)
 

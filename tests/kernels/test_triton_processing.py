@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -19,19 +19,12 @@ from inflight.executor.scheduler.sequence import ALL_EXCLUDED, Processors, Sampl
 from inflight.executor.step.sampling import SampleRow, numbers_of, sample
 from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.kernels.test_triton_sampling import draw_rows
-from tests.support.device.torch_threads import torch_threads
 
 CONTEXT_LENGTH = 64
 CPU = torch.device("cpu")
 # Smaller than a word of a mask, no multiple of one, a whole chunk, and more than one.
 VOCABULARY_SIZES = (7, 45, CHUNK, CHUNK + 37)
 PROMPT, OUTPUT = [3, 1, 4, 1, 5, 2, 6, 5, 3, 5], [5, 3, 5, 1, 4, 1, 5, 3, 5]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 def row_of(processors: Processors, prompt: Sequence[int], output: Sequence[int], vocabulary_size: int) -> LogitsRow:

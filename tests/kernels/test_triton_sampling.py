@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -16,15 +16,8 @@ from inflight.executor.step.philox import philox_words as torch_philox
 from inflight.executor.step.sampling import LARGEST_UNIFORM, SampleRow, keep_likeliest, min_p_logs, sample
 from inflight.executor.step.sampling_columns import SamplingBatch
 from tests.kernels.probes import noise_kernel, words_kernel
-from tests.support.device.torch_threads import torch_threads
 
 VOCABULARY_SIZE = CHUNK + 37
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 def signed(words: Sequence[int]) -> Tensor:

@@ -29,7 +29,7 @@ from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.drafting import Drafting
 from inflight.executor.scheduler.limits import Overcommit
-from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.scheduler import Scheduler, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.sequence import (
     Constraint,
     FinishReason,
@@ -48,6 +48,7 @@ from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.torch_threads import torch_threads
 from tests.support.examples import examples
 from tests.support.scheduler.drafting import CHEAP, EagerBudget, GuessingProposer, eager
+from tests.support.scheduler.scheduling import make_limits
 from tests.support.text.small_vocabulary import (
     EOS_ID,
     OTHER_EOS_ID,
@@ -60,14 +61,11 @@ from tests.support.text.small_vocabulary import (
 BLOCK_SIZE = 16
 CONTEXT_LENGTH = 128
 MOST_REQUESTS = 4
-LIMITS = SchedulerLimits(
+LIMITS = make_limits(
     max_num_sequences=MOST_REQUESTS,
     num_standby_sequences=MOST_REQUESTS,
     max_num_tokens=64,
     context_length=CONTEXT_LENGTH,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
 )
 # Four sequences of up to five blocks each in eight.
 PREEMPTING = replace(

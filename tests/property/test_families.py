@@ -63,7 +63,7 @@ from tests.support.device.greedy import assert_same, generate_alone, generate_to
 from tests.support.device.torch_threads import torch_threads
 
 # The first test of a build may wait for the compiler.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
 GENERATOR = torch.Generator().manual_seed(0)
 TEXTS = [torch.randint(3, VOCABULARY_SIZE, (n,), generator=GENERATOR).tolist() for n in (24, 3, 17)]
@@ -163,12 +163,6 @@ CASES = [
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.4}
 # Added where rounding may make a router choose another expert. These have 3 of 8 or 2 of 4, so that one matters.
 OTHER_EXPERTS = 0.5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,18 +25,11 @@ from inflight.executor.scheduler.sequence import (
 from inflight.executor.scheduler.step_constraint import CopyCost, PrefillAllowance, PrefillCost
 from inflight.executor.scheduler.step_record import HostPrefixCounts
 from tests.support.device.fake_device import VOCABULARY_SIZE, FakeDevice, block_contents, solo_output
+from tests.support.scheduler.scheduling import make_limits
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 24
-LIMITS = SchedulerLimits(
-    max_num_sequences=3,
-    num_standby_sequences=2,
-    max_num_tokens=16,
-    context_length=40,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
-)
+LIMITS = make_limits(max_num_sequences=3, num_standby_sequences=2, max_num_tokens=16, context_length=40)
 OVERCOMMIT = Overcommit(watermark=0.0, margin=0.1, cost=PreemptionCost(swap_token=0.1))
 POLICIES = {
     "guaranteed": LIMITS,

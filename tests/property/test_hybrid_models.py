@@ -33,7 +33,7 @@ from inflight.executor.model.runner import ModelRunner
 from inflight.executor.recurrent.mixer import StateSizes
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.drafting import Drafting
-from inflight.executor.scheduler.limits import Batching, Overcommit, SchedulerLimits, SchedulerPolicy, StateLimits
+from inflight.executor.scheduler.limits import Overcommit, SchedulerLimits, SchedulerPolicy, StateLimits
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import (
     PlanRow,
@@ -51,6 +51,7 @@ from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, s
 from tests.support.device.torch_threads import torch_threads
 from tests.support.examples import examples
 from tests.support.scheduler.drafting import CHEAP, EagerBudget
+from tests.support.scheduler.scheduling import make_limits
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
@@ -144,14 +145,11 @@ CONFIGS["nemotron_h-native"] = NemotronHConfig(
 GENERATOR = torch.Generator().manual_seed(5)
 GREEDY = Sampling(0.0, 0, 1.0, 0)
 TOKENS = torch.randint(3, VOCABULARY_SIZE, (400,), generator=GENERATOR).tolist()
-LIMITS = SchedulerLimits(
+LIMITS = make_limits(
     max_num_sequences=4,
     num_standby_sequences=16,
     max_num_tokens=512,
     context_length=CONTEXT_LENGTH,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
     overcommit=Overcommit(max_steps_away=100_000),
 )
 

@@ -52,13 +52,16 @@ LONG = (
     ("repeat a r1", "repeat a r0"),
     ("resume a r1", "repeat a r0"),
 )
+# Another request would multiply the orders by twenty.
+ALONE = (("repeat a r1", "repeat a r0"),)
 
 
 def begun(*faults: str) -> World:
-    """Both requests have come: `a` can be repeated, `b` not."""
+    """Both requests have come: `a` can be repeated, `b` not, which `ALONE` does without."""
     world = new_world(*faults)
     world.arrive("a", "r0", digest=True)
-    world.arrive("b", "r1", digest=False)
+    if faults not in ALONE:
+        world.arrive("b", "r1", digest=False)
     return world
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from tests.support.device.paged_cases import PagedCase, Spec, make_case
 from tests.support.device.torch_threads import torch_threads
 
 # The first test of a build may wait for the compiler.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 FAMILY: dict[str, PretrainedConfig] = {
@@ -63,12 +62,6 @@ SIZES_TYPES_AND_BUILDS = [
 ]
 # Decodes, a chunk behind a context, and two whole prompts, one longer than what AMX and the vectors take at once.
 SPECS = [Spec(1, 1), Spec(1, 37), *[Spec(1, 20)] * 8, Spec(9, 30), Spec(5, 5), Spec(70, 70)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from tests.unit.test_adapter_logits import logits_of as adapted_logits_of
 from tests.unit.test_adapter_logits import peft_adapter
 
 # The first test of a build may wait for the compiler.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
 MODELS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**sizes(hidden_size=128, intermediate_size=192, tie_word_embeddings=True)),
@@ -58,12 +57,6 @@ MODELS_AND_BUILDS = [
     *((name, BEST) for name in MODELS),
     *(pytest.param("odd-sizes-bias", build, marks=pytest.mark.slow) for build in OTHERS),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 def quantize(name: str, linear: nn.Linear, generator: torch.Generator) -> QuantizedLinear | None:

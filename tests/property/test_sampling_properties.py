@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from inflight.executor.scheduler.sequence import Sampling
 from inflight.executor.step.sampling import SampleRow, keep_top, sample
-from tests.support.device.torch_threads import torch_threads
 
 VOCABULARY_SIZE = 300
 
@@ -33,10 +31,7 @@ row_logits = st.integers(0, 2**32).map(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @settings(deadline=None)

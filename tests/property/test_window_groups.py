@@ -23,7 +23,7 @@ from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.drafting import Drafting
-from inflight.executor.scheduler.limits import Batching, KvWindow, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.limits import KvWindow, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import Sampling, Sequence, StepPlan, StepResult, Stopping, TokenLogprobs
 from inflight.executor.settings import ExecutorSettings
@@ -31,6 +31,7 @@ from inflight.executor.speculation.choice import choose_proposer
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.torch_threads import torch_threads
 from tests.support.scheduler.drafting import CHEAP, EagerBudget
+from tests.support.scheduler.scheduling import make_limits
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
@@ -53,15 +54,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 CASES = [("gemma2", "native"), ("mistral", "native"), ("gemma3", "int8-kv"), ("gemma3", "transformers")]
 SLOW_CASES = [pytest.param(("gemma3", form), marks=pytest.mark.slow) for form in ("native", "reference")]
-LIMITS = SchedulerLimits(
-    max_num_sequences=4,
-    num_standby_sequences=16,
-    max_num_tokens=40,
-    context_length=CONTEXT_LENGTH,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
-)
+LIMITS = make_limits(max_num_sequences=4, num_standby_sequences=16, max_num_tokens=40, context_length=CONTEXT_LENGTH)
 SIZE = WindowSize(WINDOW, CONTEXT_LENGTH, CONTEXT_LENGTH, MAX_DRAFTS, BLOCK_SIZE)
 # As small as it may be, so that blocks are soon used again.
 KV_WINDOW = KvWindow(WINDOW, SIZE.num_blocks(4), SIZE.num_sequences(4))

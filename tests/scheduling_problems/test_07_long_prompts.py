@@ -8,21 +8,14 @@ from typing import Any
 
 import pytest
 
-from inflight.executor.scheduler.scheduler import Batching, SchedulerLimits
 from inflight.executor.scheduler.sequence import Sequence
 from tests.support.device.modelled_device import Ride
-from tests.support.scheduler.scheduling import make_sequence
+from tests.support.scheduler.scheduling import make_limits, make_sequence
 from tests.support.stack.cluster import ExecutorShape, run_cluster, token_request
 
 TARGET_MS = 40.0
-LIMITS = SchedulerLimits(
-    max_num_sequences=32,
-    num_standby_sequences=4,
-    max_num_tokens=512,
-    context_length=16_384,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=False,
+LIMITS = make_limits(
+    max_num_sequences=32, num_standby_sequences=4, max_num_tokens=512, context_length=16_384, enable_prefix_cache=False
 )
 
 

@@ -132,21 +132,6 @@ async def test_stack_killed_in_the_middle_of_a_stream_gives_a_status_and_leaves_
             await asyncio.sleep(0.05)
 
 
-async def test_killing_only_the_parent_takes_the_whole_stack_down(tmp_path: Path, tiny_model: Path) -> None:
-    command = [sys.executable, "-m", "inflight.cli.main", "up", "--run-dir", str(tmp_path), "--model", str(tiny_model)]
-    up = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL, cwd=Path.cwd())
-    async with asyncio.timeout(240):
-        while not (tmp_path / "state.json").exists():
-            assert up.returncode is None
-            await asyncio.sleep(0.05)
-    pids = [process["pid"] for process in json.loads((tmp_path / "state.json").read_text())["processes"]]
-    up.kill()
-    await up.wait()
-    async with asyncio.timeout(60):
-        while children_of(pids):
-            await asyncio.sleep(0.05)
-
-
 async def test_stack_starts_and_answers_with_an_unreachable_proxy_in_the_environment(
     tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -29,7 +29,6 @@ from inflight.executor.settings import ExecutorSettings
 from inflight.local.ports import free_ports
 from tests.support.checkpoints.adapter_files import save_adapter
 from tests.support.checkpoints.tiny_models import save_model, sizes
-from tests.support.device.torch_threads import torch_threads
 from tests.support.stack.ranked_executor import load_ranks
 
 BLOCK_SIZE = 16
@@ -55,10 +54,7 @@ SAMPLINGS = (
 PENALTIES = Processors(repetition_penalty=1.3, presence_penalty=0.5)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def loaded(model: str, num_ranks: int, **changes: Any) -> AbstractContextManager[Loaded]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from tests.property.test_hybrid_models import CONFIGS as HYBRIDS
 from tests.property.test_hybrid_models import NATIVE
 from tests.property.test_native_hybrid import WITH_EXPERTS
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
-from tests.support.device.torch_threads import torch_threads
 from tests.support.scheduler.scheduling import make_sequence
 
 BLOCK_SIZE = 16
@@ -70,12 +68,6 @@ CASES = (
     ("granite_hybrid-native", "attention", ["float32"]),
     ("qwen3_5_moe", "attention", ["float32"]),
 )
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 def peft_adapter(base: Path, folder: Path, fields: dict[str, Any]) -> Any:

@@ -7,16 +7,7 @@ from pathlib import Path
 from inflight.router.config.tenants import TenantConfigFile
 from inflight.router.ledger.types import LedgerCall
 from inflight.router.telemetry.event_log import MAX_EVENTS, MERGE_S, EventKind, EventLog
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 def log_of(clock: Clock | None = None) -> EventLog:

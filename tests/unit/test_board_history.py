@@ -28,18 +28,9 @@ from inflight.router.ledger.types import ClassQueue, ExecutorStanding, Snapshot,
 from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts
 from inflight.router.telemetry.latencies import Latencies
 from inflight.v1 import executor_pb2
+from tests.support.clock import Clock
 
 MODEL = "tiny"
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class FakeLink:

@@ -11,18 +11,9 @@ from inflight.router.dashboard.requests import MAX_ENDED, MAX_ENTRIES, RequestLo
 from inflight.router.dashboard.watching import MAX_TIMELINES, Watching, joined, timeline_as_json
 from inflight.router.telemetry.event_log import EventKind, EventLog
 from inflight.router.telemetry.events import PlacedAt, RequestEnd, RequestFacts, RequestObservers
+from tests.support.clock import Clock
 
 ACME = Caller(tenant="acme")
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def followed(log: RequestLog, request_id: str = "one", tenant: str = "acme", model: str = "tiny") -> Timeline:
@@ -132,7 +123,7 @@ def test_counts_of_a_tenant_with_nothing_live_are_forgotten() -> None:
 def test_watcher_gets_everything_first_and_then_what_is_new() -> None:
     clock = Clock()
     watching = Watching(History(), EventLog(clock), RequestLog(clock), clock)
-    watching.history.add(95.0, 5.0, {})
+    watching.history.add(995.0, 5.0, {})
     watching.events.executor_linked("executor-0", "tiny")
     timeline = followed(watching.requests)
     seen, first = watching.since(None, ANYBODY)
@@ -143,7 +134,7 @@ def test_watcher_gets_everything_first_and_then_what_is_new() -> None:
     assert [one["id"] for one in told["requests"]] == ["one"]
     seen, nothing = watching.since(seen, ANYBODY)
     assert nothing.text() is None
-    watching.history.add(100.0, 5.0, {})
+    watching.history.add(1000.0, 5.0, {})
     timeline.placed(PlacedAt("executor-0", 1, 0.0))
     _, news = watching.since(seen, ANYBODY)
     told = json.loads(news.text() or b"")

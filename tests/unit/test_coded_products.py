@@ -23,7 +23,13 @@ from inflight.executor.cpu.coded_weights import GROUP_SIZES, encode, is_supporte
 from inflight.executor.cpu.decoder import _coded_part, _CodedPart
 from inflight.executor.native.build import BuildFailure, load_library
 from inflight.executor.native.library import FOLDER, usable_instruction_sets
-from tests.support.device.native_builds import BEST_FIRST, INSTRUCTION_SETS, SOURCES, emulation_of_amx
+from tests.support.device.native_builds import (
+    BEST_FIRST,
+    INSTRUCTION_SETS,
+    QUICKLY_COMPILED,
+    SOURCES,
+    emulation_of_amx,
+)
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
@@ -65,7 +71,8 @@ def calls(request: pytest.FixtureRequest) -> Any:
 def compiled(instructions: str) -> Any:
     flags = next(each for each in usable_instruction_sets() if each.name == instructions).compiler_flags
     headers = sorted(FOLDER.glob("*.h"))
-    library = load_library("coded_products", (SOURCE, FOLDER / "pool.cpp"), headers, (*flags, f"-I{FOLDER}"))
+    flags = (*flags, QUICKLY_COMPILED, f"-I{FOLDER}")
+    library = load_library("coded_products", (SOURCE, FOLDER / "pool.cpp"), headers, flags)
     assert not isinstance(library, BuildFailure), library
     return library
 

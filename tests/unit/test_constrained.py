@@ -21,13 +21,14 @@ from inflight.executor.model.model import PagedModel
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.limits import Overcommit
-from inflight.executor.scheduler.scheduler import NOTHING_ALLOWED, Batching, Scheduler, SchedulerLimits, SchedulerPolicy
+from inflight.executor.scheduler.scheduler import NOTHING_ALLOWED, Scheduler, SchedulerLimits, SchedulerPolicy
 from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, Processors, Sampling, Sequence, Stopping
 from inflight.router.constraint.answer_grammar import AnswerRules
 from inflight.router.constraint.source import ConstraintSource, canonical
 from inflight.router.tools.formats import THINK, AnswerFormat
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.torch_threads import torch_threads
+from tests.support.scheduler.scheduling import make_limits
 from tests.support.text.small_vocabulary import (
     BOS_ID,
     EOS_ID,
@@ -45,15 +46,7 @@ NUM_BLOCKS = 800
 CONTEXT_LENGTH = 192
 MAX_TOKENS = 170
 ENDS = frozenset({EOS_ID, OTHER_EOS_ID})
-LIMITS = SchedulerLimits(
-    max_num_sequences=32,
-    num_standby_sequences=64,
-    max_num_tokens=64,
-    context_length=CONTEXT_LENGTH,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
-)
+LIMITS = make_limits(max_num_sequences=32, num_standby_sequences=64, max_num_tokens=64, context_length=CONTEXT_LENGTH)
 ALONE = replace(LIMITS, max_num_sequences=1, max_num_tokens=16, num_standby_sequences=95)
 
 

@@ -134,9 +134,19 @@ def parameters(**properties: Any) -> str:
     return json.dumps({"properties": properties, "required": list(properties)})
 
 
-async def test_costly_parameters_of_a_tool_are_any_object_unless_it_is_strict(processes: list[CountedProcess]) -> None:
+class EarlyRefusal(CountedProcess):
+    """Refuses the costly schema without compiling it for seconds, as the test above has it done."""
+
+    def compile(self, given: ConstraintSource, timeout_s: float = 60.0) -> tuple[str, list[str]]:
+        if "multipleOf" in given.to_json():
+            raise ConstraintError([TOO_LONG])
+        return super().compile(given, timeout_s)
+
+
+@pytest.mark.usefixtures("processes")
+async def test_costly_parameters_of_a_tool_are_any_object_unless_it_is_strict() -> None:
     costly = parameters(x=json.loads(COSTLY))
-    constraining = Constraining(CountedProcess)
+    constraining = Constraining(EarlyRefusal)
     compiled = await constraining.compiled(tools_of(ToolSchema("f", costly)), "t")
     assert "multipleOf" not in compiled.grammar
     assert is_too_costly(compiled.unenforced["f"])
@@ -199,13 +209,11 @@ async def test_parameters_that_cannot_be_enforced_together_are_all_any_object() 
     assert all("together with those of the other functions" in reason for reason in compiled.unenforced.values())
 
 
-@pytest.mark.slow
-async def test_number_of_costly_tools_that_are_compiled_alone_is_bounded(
-    processes: list[CountedProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("processes")
+async def test_number_of_costly_tools_that_are_compiled_alone_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraining, "MAX_COSTLY_FUNCTIONS", 1)
     tools = tuple(ToolSchema(f"f{number}", parameters(x=json.loads(COSTLY))) for number in range(9))
-    compiled = await Constraining(CountedProcess).compiled(tools_of(*tools, ToolSchema("g", SOUND)), "t")
+    compiled = await Constraining(EarlyRefusal).compiled(tools_of(*tools, ToolSchema("g", SOUND)), "t")
     assert [reason == NOT_TRIED for reason in compiled.unenforced.values()] == [False] + [True] * 9
 
 

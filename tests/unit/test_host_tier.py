@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,10 @@ from inflight.executor.settings import ExecutorSettings
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.native_builds import INSTRUCTION_SETS, library_of
 from tests.support.device.swapping import BLOCK_SIZE, LIMITS, NUM_BLOCKS, greedy_tokens
-from tests.support.device.torch_threads import torch_threads
 from tests.support.scheduler.evicted_prefixes import NUM_POOL_BLOCKS, conversations
 
 # The first test of a build may wait for the compiler.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
 # A head of 24 numbers is rounded up in the layout of the C++ kernels, and layers need not be alike.
 SHAPES = (KvShape(2, 16), KvShape(1, 24))
@@ -56,12 +54,6 @@ PROCESS: dict[str, Any] = {
     "num_threads": 1,
     "max_tokens_in_paged_kv_cache": 160,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -349,6 +349,10 @@ async def test_drain_ends_although_a_connection_never_asks(said: bytes, monkeypa
 async def test_last_response_of_a_drain_announces_that_the_connection_is_closed() -> None:
     app = App()
     async with serving_port(HttpLimits(), app) as (port, address), connected(address) as (reader, writer):
+        # Given a connection that was closed before
+        async with connected(address) as (closed, asks):
+            asks.write(request().replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+            assert (await rest(closed)).endswith(b"served")
         writer.write(request("/late"))
         await app.is_asked.wait()
         draining = asyncio.create_task(port.drain(TIMEOUT_S))
@@ -385,22 +389,3 @@ async def test_drain_that_takes_too_long_counts_the_connections_in_use() -> None
         assert await port.drain(AT_ONCE_S) == 1
         app.may_answer.set()
         assert (await rest(reader)).endswith(b"served late")
-
-
-async def test_drain_waits_for_a_response_although_other_connections_were_closed_before_it() -> None:
-    app = App()
-    async with serving_port(HttpLimits(), app) as (port, address):
-        async with connected(address) as (reader, writer):
-            writer.write(request().replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
-            assert (await rest(reader)).endswith(b"served")
-        async with connected(address) as (reader, writer):
-            writer.write(request("/late"))
-            await app.is_asked.wait()
-            draining = asyncio.create_task(port.drain(TIMEOUT_S))
-            async with connected(address) as (new, asks):
-                asks.write(request())
-                assert (await rest(new)).endswith(b"served on a new connection")
-            assert not draining.done()
-            app.may_answer.set()
-            assert (await rest(reader)).endswith(b"served late")
-            assert await draining == 0

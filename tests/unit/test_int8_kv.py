@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,9 @@ from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, s
 from tests.support.device.greedy import generate_together
 from tests.support.device.native_builds import BEST_FIRST
 from tests.support.device.paged_cases import make_sequence
-from tests.support.device.torch_threads import torch_threads
 
 # The first test of a build may wait for the compiler.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("one_thread")]
 
 NUM_LAYERS = 3
 CONFIG = LlamaConfig(**sizes(num_hidden_layers=NUM_LAYERS))
@@ -44,12 +42,6 @@ PATHS: dict[str, dict[str, str]] = {
     "native-int8-weights": {"dtype_name": "bfloat16", "weight_dtype": "int8"} | NATIVE,
     "transformers-bfloat16": {"dtype_name": "bfloat16", "forward_name": "transformers"} | NATIVE,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
 
 
 @pytest.fixture(scope="module")

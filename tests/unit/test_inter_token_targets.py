@@ -12,21 +12,15 @@ from hypothesis import strategies as st
 from inflight.executor.engine.prefill_budget import LEAST_SHARE, MARGIN, PrefillBudget
 from inflight.executor.engine.step_time import StepLoad
 from inflight.executor.scheduler.blocks import BlockPool
-from inflight.executor.scheduler.scheduler import Batching, Scheduler, SchedulerLimits
+from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan
 from inflight.executor.scheduler.step_constraint import PrefillCost
 from tests.support.device.modelled_device import BLOCK_SIZE, Ride, step_seconds
 from tests.support.examples import examples
-from tests.support.scheduler.scheduling import make_sequence, retire
+from tests.support.scheduler.scheduling import make_limits, make_sequence, retire
 
-LIMITS = SchedulerLimits(
-    max_num_sequences=8,
-    num_standby_sequences=100,
-    max_num_tokens=512,
-    context_length=8192,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=False,
+LIMITS = make_limits(
+    max_num_sequences=8, num_standby_sequences=100, max_num_tokens=512, context_length=8192, enable_prefix_cache=False
 )
 TARGETS_MS = st.sampled_from((None, 1.0, 15.0, 25.0, 60.0, 400.0))
 # Prompt tokens, output tokens and target.

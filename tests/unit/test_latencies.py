@@ -7,16 +7,7 @@ import pytest
 from inflight.common.errors import Reason
 from inflight.router.telemetry.events import RequestEnd, RequestFacts
 from inflight.router.telemetry.latencies import Latencies, RollingCount, RollingTimes
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 def test_a_count_forgets_what_is_older_than_its_window() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ from inflight.executor.step.batch import pack
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.greedy import assert_same, generate_alone, generate_together
 from tests.support.device.paged_cases import make_sequence
-from tests.support.device.torch_threads import torch_threads
 
 CPU = torch.device("cpu")
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -73,10 +71,7 @@ SUPPORTED: dict[str, PretrainedConfig] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def load(folder: Path, **options: Any) -> PagedModel:

@@ -20,18 +20,11 @@ from inflight.executor.scheduler.scheduler import Batching, Scheduler, Scheduler
 from inflight.executor.scheduler.sequence import FinishReason, Sampling, Sequence, Stopping
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.torch_threads import torch_threads
+from tests.support.scheduler.scheduling import make_limits
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
-LIMITS = SchedulerLimits(
-    max_num_sequences=4,
-    num_standby_sequences=16,
-    max_num_tokens=24,
-    context_length=128,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
-)
+LIMITS = make_limits(max_num_sequences=4, num_standby_sequences=16, max_num_tokens=24, context_length=128)
 
 Ends = dict[str, tuple[list[int], FinishReason]]
 

@@ -26,7 +26,7 @@ from inflight.executor.model.runner import ModelRunner
 from inflight.executor.pooling.pooled import PooledOutput, Pooling, PoolingKind
 from inflight.executor.recurrent.mixer import StateSizes
 from inflight.executor.scheduler.blocks import BlockPool
-from inflight.executor.scheduler.limits import Batching, SchedulerLimits, StateLimits
+from inflight.executor.scheduler.limits import SchedulerLimits, StateLimits
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
 from tests.support.checkpoints.pooling_models import (
@@ -38,20 +38,13 @@ from tests.support.checkpoints.pooling_models import (
 )
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.torch_threads import torch_threads
+from tests.support.scheduler.scheduling import make_limits
 
 # The first test of a build may wait for the compiler.
 pytestmark = pytest.mark.timeout(600)
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 120
-LIMITS = SchedulerLimits(
-    max_num_sequences=4,
-    num_standby_sequences=16,
-    max_num_tokens=48,
-    context_length=512,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
-)
+LIMITS = make_limits(max_num_sequences=4, num_standby_sequences=16, max_num_tokens=48, context_length=512)
 GENERATOR = torch.Generator().manual_seed(1)
 TOKENS = torch.randint(0, 250, (400,), generator=GENERATOR).tolist()
 RECURRENT = Lfm2Config(

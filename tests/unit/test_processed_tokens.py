@@ -29,7 +29,6 @@ from inflight.executor.scheduler.plan_builder import StepBuilder
 from inflight.executor.scheduler.scheduler import (
     INVALID_LOGITS,
     NOTHING_ALLOWED,
-    Batching,
     Scheduler,
     SchedulerLimits,
     SchedulerPolicy,
@@ -38,6 +37,7 @@ from inflight.executor.scheduler.sequence import FinishEvent, FinishReason, Proc
 from inflight.executor.scheduler.sequence import Sequence as Request
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.torch_threads import torch_threads
+from tests.support.scheduler.scheduling import make_limits
 
 # The C++ code has blocks of 16 and more.
 BLOCK_SIZES = {"cpu": 16, "reference": 4}
@@ -45,15 +45,7 @@ NUM_TOKENS = 8000
 CROWD = 32
 EOS = 2
 GREEDY = Sampling(0.0, 0, 1.0, 0)
-ALONE = SchedulerLimits(
-    max_num_sequences=1,
-    num_standby_sequences=CROWD,
-    max_num_tokens=128,
-    context_length=128,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
-)
+ALONE = make_limits(max_num_sequences=1, num_standby_sequences=CROWD, max_num_tokens=128, context_length=128)
 BATCH = replace(ALONE, max_num_sequences=CROWD)
 CHUNKED = replace(ALONE, max_num_sequences=7, max_num_tokens=9)
 PREEMPTING = replace(

@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.executor.serving.report import WINDOW_S, Rates, RecentRates
-
-
-class Clock:
-    """Stands still until it is moved."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,15 +13,11 @@ from inflight.executor.scheduler.sequence import Sampling
 from inflight.executor.step.philox import philox_words
 from inflight.executor.step.sampling import FIRST_CANDIDATES, SampleRow, choose_greedily, gumbel_noise, keep_top, sample
 from tests.support.device.sampling_oracle import PHILOX_ANSWERS
-from tests.support.device.torch_threads import torch_threads
 
 VOCABULARY_SIZE = 1000
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def row(

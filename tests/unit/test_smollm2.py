@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from inflight.executor.attention.backend import KvShape
 from inflight.executor.checkpoint.gguf import import_gguf
 from inflight.executor.model.loader import load_model
 from tests.support.device.greedy import Reference, assert_same, generate_alone, generate_together
-from tests.support.device.torch_threads import torch_threads
 
 NUM_TOKENS = 10
 PROMPTS = (
@@ -24,13 +22,7 @@ PROMPTS = (
     "In the beginning there was a long text about many things. " * 4,
 )
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture(scope="module")

@@ -9,21 +9,19 @@ import pytest
 from inflight.common.kv_size import HybridSizes, KvBudget, StateSize, hybrid_sizes
 from inflight.common.settings import SettingError
 from inflight.executor.scheduler.blocks import BlockPool
-from inflight.executor.scheduler.limits import Batching, SchedulerLimits, StateLimits
+from inflight.executor.scheduler.limits import StateLimits
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
 from inflight.executor.scheduler.states import StatePool
 from tests.support.device.fake_device import FakeDevice, solo_output
+from tests.support.scheduler.scheduling import make_limits
 
 BLOCK_SIZE, GRID = 4, 8
-LIMITS = SchedulerLimits(
+LIMITS = make_limits(
     max_num_sequences=3,
     num_standby_sequences=8,
     max_num_tokens=32,
     context_length=400,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
     states=StateLimits(num_slots=4, num_checkpoints=20, grid_tokens=GRID),
 )
 

@@ -9,20 +9,14 @@ import pytest
 
 from inflight.executor.engine.prefill_budget import FIRST_TOKENS, LONGEST_STEP_S, MARGIN, MeanWait, PrefillBudget
 from inflight.executor.engine.step_time import FEWEST_STEPS, LARGEST_SURPRISE, UNKNOWN_TOKEN_S, StepLoad, StepTime
-from inflight.executor.scheduler.scheduler import Batching, SchedulerLimits
 from inflight.executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
 from inflight.executor.scheduler.step_constraint import DecodeLoad
 from tests.support.device.modelled_device import Ride, step_seconds
 from tests.support.device.paged_cases import make_sequence as paged_sequence
+from tests.support.scheduler.scheduling import make_limits
 
-LIMITS = SchedulerLimits(
-    max_num_sequences=32,
-    num_standby_sequences=2,
-    max_num_tokens=512,
-    context_length=2048,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=False,
+LIMITS = make_limits(
+    max_num_sequences=32, num_standby_sequences=2, max_num_tokens=512, context_length=2048, enable_prefix_cache=False
 )
 
 

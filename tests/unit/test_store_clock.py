@@ -104,8 +104,8 @@ async def test_reservation_leaked_at_a_step_back_is_audited_back(
     assert await a.told() == [Lost("never told", 1, "x", 1)]
 
 
-@step_back
-async def test_living_executors_and_routers_keep_all_they_have_across_a_step_back(
+@pytest.mark.parametrize("step_ms", [*STEPS_BACK_MS, -3_600_000], ids=["10 s", "60 s", "1 h", "forward"])
+async def test_living_executors_and_routers_keep_all_they_have_across_a_step(
     a: RouterSide, store_pool: StorePool, step_ms: int
 ) -> None:
     b = store_pool.router("b")
@@ -149,16 +149,3 @@ async def test_clock_that_was_forward_for_a_while_leaves_nothing_standing_still(
     await attend(store_pool, LEASE_MS + BETWEEN_CALLS_MS)
 
     assert await a.told() == [Lost("r", 1, "x", 1)]
-
-
-async def test_step_forward_costs_no_living_executor_or_router_its_lease(a: RouterSide, store_pool: StorePool) -> None:
-    b = store_pool.router("b")
-    await a.place("running", 10)
-    await b.queue(Demand("waiting", 2, blocks=10))
-    await store_pool.wait(3_600_000)
-
-    held = (HeldSequence("running", 1, 10),)
-    await attend(store_pool, 2 * LEASE_MS, reporting=["x"], held=held, routers=["a", "b"])
-
-    assert await a.told() == await b.told() == []
-    assert await store_pool.num_waiting() == 1

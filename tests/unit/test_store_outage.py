@@ -14,17 +14,8 @@ from inflight.router.dispatch.ledger_writer import LedgerWriter
 from inflight.router.ledger.calls import QUIET_S, REMINDER_S, Outage
 from inflight.router.ledger.redis_ledger import RedisLedger
 from inflight.router.ledger.types import Ending, ExecutorReport
+from tests.support.clock import Clock
 from tests.support.ledger.store_pool import SETTINGS
-
-
-class Clock:
-    """Stands still until a test moves it."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Followed:

@@ -10,23 +10,14 @@ import pytest
 from inflight.router.ledger.calls import Turns
 from inflight.router.ledger.connection import NotSent
 from inflight.router.ledger.settings import LedgerSettings
-
-
-class Clock:
-    """Stands still until a test moves it."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 class Calls:
     """Calls that begin in their turn and end when the test says so."""
 
     def __init__(self, max_connections: int = 2) -> None:
-        self.clock = Clock()
+        self.clock = Clock(0.0)
         self.turns = Turns(LedgerSettings(max_connections=max_connections, call_timeout_ms=2000), self.clock)
         self.begun: list[str] = []
         self.refused: list[str] = []

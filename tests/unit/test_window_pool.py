@@ -8,10 +8,11 @@ import pytest
 
 from inflight.common.kv_size import WindowSize, kv_groups
 from inflight.executor.scheduler.blocks import BlockPool, WindowPool
-from inflight.executor.scheduler.limits import Batching, KvWindow, SchedulerLimits
+from inflight.executor.scheduler.limits import KvWindow
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import FinishReason, Sampling, Sequence, StepPlan, StepResult, Stopping
 from tests.support.device.fake_device import FakeDevice, solo_output
+from tests.support.scheduler.scheduling import make_limits
 
 HASHES = [bytes([i]) * 32 for i in range(10)]
 
@@ -67,15 +68,7 @@ def test_blocks_that_leave_the_window_are_released() -> None:
     pool.check([table])
 
 
-LIMITS = SchedulerLimits(
-    max_num_sequences=3,
-    num_standby_sequences=8,
-    max_num_tokens=32,
-    context_length=400,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
-)
+LIMITS = make_limits(max_num_sequences=3, num_standby_sequences=8, max_num_tokens=32, context_length=400)
 
 
 def sequence(number: int, num_prompt: int) -> Sequence:

@@ -16,6 +16,8 @@ from inflight.executor.native.library import (
 
 SOURCES = Path(__file__).parent
 INSTRUCTION_SETS = [instructions.name for instructions in usable_instruction_sets()]
+# Of libraries that only tests use: most of the time of these tests would be the compiler's.
+QUICKLY_COMPILED = "-O1"
 # For tests of a whole model: the fast tier has only the best build.
 BEST_FIRST = [INSTRUCTION_SETS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in INSTRUCTION_SETS[1:])]
 
@@ -33,7 +35,7 @@ def emulation_of_amx(*flags: str) -> NativeLibrary:
     headers = sorted(
         (*FOLDER.glob("*.h"), FOLDER / "attention.cpp", FOLDER / "pool.cpp", SOURCES / "coded_products.cpp")
     )
-    flags = ("-march=x86-64", f"-I{FOLDER}", *flags)
+    flags = ("-march=x86-64", QUICKLY_COMPILED, f"-I{FOLDER}", *flags)
     calls = load_library("emulated_tiles", (SOURCES / "emulated_tiles.cpp",), headers, flags)
     assert not isinstance(calls, BuildFailure), calls
     return NativeLibrary(calls, "amx, emulated")

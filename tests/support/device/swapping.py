@@ -7,19 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from inflight.executor.engine.runner import PendingStep, StepRunner
-from inflight.executor.scheduler.limits import Batching, SchedulerLimits
 from inflight.executor.scheduler.sequence import PlanRow, Sequence, StepPlan
 from tests.support.device.paged_cases import make_sequence
+from tests.support.scheduler.scheduling import make_limits
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 12
-LIMITS = SchedulerLimits(
+LIMITS = make_limits(
     max_num_sequences=2,
     num_standby_sequences=0,
     max_num_tokens=64,
     context_length=64,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
     enable_prefix_cache=False,
     num_host_blocks=5,
 )

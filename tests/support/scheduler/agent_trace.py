@@ -15,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from inflight.executor.scheduler.blocks import BlockPool
-from inflight.executor.scheduler.limits import Batching, SchedulerLimits, StateLimits
+from inflight.executor.scheduler.limits import StateLimits
 from inflight.executor.scheduler.prefix_cache import chain_hashes
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import Sampling, StepResult, Stopping
 from inflight.executor.scheduler.sequence import Sequence as ScheduledSequence
+from tests.support.scheduler.scheduling import make_limits
 
 END = 1
 FIRST_WORD, NUM_WORDS = 10, 50_000
@@ -116,14 +117,11 @@ class HybridCache:
 
     def __post_init__(self) -> None:
         ends = frozenset({END}) if self.knows_ends else frozenset()
-        limits = SchedulerLimits(
+        limits = make_limits(
             max_num_sequences=8,
             num_standby_sequences=8,
             max_num_tokens=4096,
             context_length=CONTEXT_LENGTH,
-            enable_chunked_context=True,
-            batching=Batching.INFLIGHT,
-            enable_prefix_cache=True,
             states=StateLimits(9, self.num_checkpoints, GRID, ends),
         )
         self.scheduler = Scheduler(limits, BlockPool(self.num_blocks, BLOCK_SIZE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 from inflight.executor.engine.runner import PendingStep, StepRunner
 from inflight.executor.scheduler.blocks import BlockPool
@@ -22,16 +23,18 @@ from inflight.executor.scheduler.step_constraint import DraftTerms
 
 BLOCK_SIZE = 4
 GREEDY = Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
-LIMITS = SchedulerLimits(
-    max_num_sequences=2,
-    num_standby_sequences=2,
-    max_num_tokens=8,
-    context_length=64,
-    enable_chunked_context=True,
-    batching=Batching.INFLIGHT,
-    enable_prefix_cache=True,
-)
 STOP_ID = 99
+
+
+def make_limits(
+    *, max_num_sequences: int, num_standby_sequences: int, max_num_tokens: int, context_length: int, **others: Any
+) -> SchedulerLimits:
+    """Limits of an executor with in-flight batching, chunks and a prefix cache, unless `others` says something else."""
+    usual: dict[str, Any] = {"enable_chunked_context": True, "batching": Batching.INFLIGHT, "enable_prefix_cache": True}
+    return SchedulerLimits(max_num_sequences, num_standby_sequences, max_num_tokens, context_length, **usual | others)
+
+
+LIMITS = make_limits(max_num_sequences=2, num_standby_sequences=2, max_num_tokens=8, context_length=64)
 
 
 def make_scheduler(limits: SchedulerLimits = LIMITS, num_blocks: int = 32) -> Scheduler:

@@ -287,7 +287,7 @@ def _read_fp4(scheme: Scheme, layer: LayerTensors) -> FloatWeight:
 
 def _scale(scheme: Scheme, layer: LayerTensors) -> Tensor:
     """Returns the scales `[out, groups]`."""
-    scale = layer.get("weight_scale", SCALE_DTYPES, *_scale_shapes(scheme, layer))
+    scale = layer.finite("weight_scale", SCALE_DTYPES, *_scale_shapes(scheme, layer))
     return scale.expand(layer.out_features, -1) if scale.ndim == 2 else scale.expand(layer.out_features, 1)
 
 

@@ -153,9 +153,9 @@ def test_no_step_needs_a_kernel_that_the_start_has_not_compiled(
 
 
 # Kernels and operations of torch in a step of decodes. Each has one kernel that fills in tokens, three that draw and a
-# last norm, and torch's embedding and product with the output layer. A layer of attention has two norms, one kernel that
+# last norm, and torch's embedding and product with the output layer. A layer of attention has two norms, a kernel that
 # writes KV and two that read it, and one for the gate or, in FP8, two that round; one of experts has six in its place.
-# A short convolution is one kernel, a gated delta net and Mamba 2 are three. Products are four a layer; of codes one or
+# A short convolution is one kernel, a gated delta net and Mamba 2 three. Products are four a layer; of codes one or
 # two kernels each, and an operation that puts inputs in order with act-order.
 STEPS = {
     "dense": (11, 6),

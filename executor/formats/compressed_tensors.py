@@ -171,6 +171,8 @@ def _scheme(what: str, group: Any, form: str | None) -> Scheme:
     check_fields(what, group, _GROUP_FIELDS)
     weights, activations, name = required(what, group, "weights"), group.get("input_activations"), what
     what += ".weights"
+    if not isinstance(weights, dict):
+        raise ModelError(f"{what} is not an object")
     check_fields(what, weights, _WEIGHT_FIELDS)
     bits, kind = whole_number(what, weights, "num_bits"), weights.get("type", "int")
     form = group.get("format") or form

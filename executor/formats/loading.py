@@ -90,6 +90,7 @@ def _load_gguf(
 
 def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     with quiet_transformers(), model_errors(f"model folder {folder} cannot be loaded"):
+        quantization = quantization_of(folder)
         config = _configuration(folder)
         if config.get_text_config(decoder=True) is not config:
             log.warning(
@@ -98,7 +99,7 @@ def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
         check_weights(folder)
         if (folder / "adapter_config.json").is_file():
             log.warning("%s: adapter_config.json has no effect; --adapter-folder serves adapters", folder)
-        if quantization := quantization_of(folder):
+        if quantization:
             _check_memory(sum((folder / name).stat().st_size for name in weight_files(folder)), device)
             return load_folder(folder, config, quantization, dtype, device)
         _check_memory(_dense_bytes(folder, dtype), device, 8 * dtype.itemsize)

@@ -291,6 +291,7 @@ def test_configuration_that_is_not_supported_is_refused_by_name(
         (("weights", "strategy"), "block", "strategy 'block' with groups of 32 in pack-quantized is not supported"),
         (("weights", "num_bits"), 6, "num_bits 6 is not supported"),
         (("weights", "type"), "float", "4 bits of type float in the format pack-quantized are not supported"),
+        (("weights",), "int4", "group_0.weights is not an object"),
         (("targets",), ["re:.*mlp.*"], "has a scale, but no group of the configuration names it"),
     ],
 )
@@ -306,6 +307,14 @@ def test_scheme_of_compressed_tensors_that_is_not_supported_is_refused_by_name(
     group[path[-1]] = value
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
+        load_float32(folder)
+
+
+def test_quantization_that_is_no_object_is_refused_by_its_field(gptq_folder: Path, tmp_path: Path) -> None:
+    folder = changed(gptq_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": "gptq"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"config.json: quantization_config is not an object"):
         load_float32(folder)
 
 

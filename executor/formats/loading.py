@@ -7,12 +7,10 @@ CPU, weights are copied there one after the other, so that host memory never hol
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -20,7 +18,7 @@ from inflight.common.machine import num_available_memory_bytes, return_free_memo
 from inflight.common.model_files.gguf_architectures import architecture_of
 from inflight.common.model_source import ModelError, ModelSource, model_errors, old_configuration, read_gguf
 from inflight.executor.checkpoint.expert_matrices import coded_experts
-from inflight.executor.checkpoint.files import check_weights, weight_files
+from inflight.executor.checkpoint.files import check_weights, num_weights, weight_files
 from inflight.executor.checkpoint.gguf import import_configuration, import_gguf
 from inflight.executor.checkpoint.gguf_metadata import unused_keys
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
@@ -102,7 +100,7 @@ def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
         if quantization:
             _check_memory(sum((folder / name).stat().st_size for name in weight_files(folder)), device)
             return load_folder(folder, config, quantization, dtype, device)
-        _check_memory(_dense_bytes(folder, dtype), device, 8 * dtype.itemsize)
+        _check_memory(num_weights(folder) * dtype.itemsize, device, 8 * dtype.itemsize)
         return load_dense(folder, config, dtype, device)
 
 
@@ -125,15 +123,6 @@ def _fitting_sizes(num_bytes: int, free_bytes: int, bits: int, device: torch.dev
     if is_gpu(device):
         sizes |= {f"with tensor_parallel_size={count}, on each GPU": num_bytes / count for count in RANKS}
     return [f"{how} {size:.0f} bytes" for how, size in sizes.items() if size <= FITTING_SHARE * free_bytes]
-
-
-def _dense_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Returns the memory of the weights of a folder in a type."""
-    count = 0
-    for name in weight_files(folder):
-        with safe_open(folder / name, framework="pt") as file:
-            count += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
-    return count * dtype.itemsize
 
 
 def _configuration(folder: Path) -> PretrainedConfig:

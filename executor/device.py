@@ -88,9 +88,26 @@ def mark(device: torch.device) -> torch.cuda.Event | None:
 
 def is_lost(error: Exception) -> bool:
     """Returns whether an error of a step shows that its device computes no more. CUDA keeps every error except a lack
-    of memory: each later call on the device fails, too. Triton reports those of its launches as RuntimeError."""
+    of memory: each later call on the device fails, too. Libraries report it in words of their own, as cuBLAS does
+    (`CUBLAS_STATUS_EXECUTION_FAILED`), so after any other error the device is asked."""
+    return _is_kept(error) or not _answers()
+
+
+def _is_kept(error: Exception) -> bool:
+    """Returns whether CUDA keeps an error. Triton reports those of its launches as RuntimeError."""
     comes_from_device = isinstance(error, torch.AcceleratorError) or str(error).startswith("Triton Error [CUDA]")
     return comes_from_device and "out of memory" not in str(error)
+
+
+def _answers() -> bool:
+    """Returns whether the GPU ends what was launched; true without one."""
+    if not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return not _is_kept(error)
+    return True
 
 
 class StepTimer:

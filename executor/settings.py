@@ -163,7 +163,7 @@ class ExecutorSettings(ProcessSettings):
     speculation: Literal["off", "ngram", "suffix"] = Field(
         "off",
         description="how the next tokens of a sequence are drafted, which a step verifies: by n-grams or with a suffix "
-        "automaton over its own tokens; the output does not depend on it",
+        "automaton over its own tokens; the output does not depend on it, on a GPU up to rounding",
     )
     speculation_max_drafts: int = Field(
         7, ge=1, le=MAX_DRAFTS, description="maximum tokens drafted for a sequence in a step"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -59,6 +60,12 @@ def check_weights(folder: Path) -> None:
         if not (folder / name).is_file():
             raise ModelError(f"model folder {folder} is not complete: {name} is missing")
         _check_safetensors(folder / name)
+
+
+def num_weights(folder: Path) -> int:
+    """Returns the numbers in the weight files of a folder, by their headers."""
+    headers = [_header(folder / name)[0] for name in weight_files(folder)]
+    return sum(math.prod(tensor["shape"]) for header in headers for tensor in header.values())
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -126,9 +133,21 @@ def _bad_word_ids(sequences: Any, eos_token_ids: tuple[int, ...]) -> tuple[tuple
 
 
 def _check_safetensors(path: Path) -> None:
-    """Checks the format: length of the header (8 bytes, little endian), header (JSON), tensors one after the other."""
-    num_bytes = path.stat().st_size
-    if num_bytes == 0:
+    """Checks that a file has all tensors of its header, one after the other."""
+    header, num_header_bytes = _header(path)
+    try:
+        ends = [tensor["data_offsets"][1] for tensor in header.values()]
+    except (KeyError, TypeError) as error:
+        raise ModelError(f"weight file {path} has a damaged header") from error
+    num_bytes, expected = path.stat().st_size, num_header_bytes + max(ends, default=0)
+    if num_bytes < expected:
+        raise ModelError(f"weight file {path} is truncated: {num_bytes} bytes of {expected}")
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Returns the tensors of a safetensors file, and where they begin. The file has the length of its header (8 bytes,
+    little endian), the header (JSON), and tensors."""
+    if path.stat().st_size == 0:
         raise ModelError(f"weight file {path} is empty")
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -139,10 +158,7 @@ def _check_safetensors(path: Path) -> None:
     if len(raw_header) < num_header_bytes:
         raise ModelError(f"weight file {path} is truncated inside its header")
     try:
-        header = json.loads(raw_header)
-        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        tensors = {name: tensor for name, tensor in json.loads(raw_header).items() if name != "__metadata__"}
+    except (ValueError, AttributeError) as error:
         raise ModelError(f"weight file {path} has a damaged header") from error
-    expected = 8 + num_header_bytes + max(ends, default=0)
-    if num_bytes < expected:
-        raise ModelError(f"weight file {path} is truncated: {num_bytes} bytes of {expected}")
+    return tensors, 8 + num_header_bytes

@@ -21,6 +21,8 @@ from inflight.executor.checkpoint.longrope import longrope_obstacles
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 # Their frequencies depend on the longest sequence in a batch, so a token's result would depend on the other sequences.
 BATCH_DEPENDENT_ROPE = frozenset({"dynamic"})
+# What configurations call the experts of a layer. 0 stands for none.
+NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def check_configuration(config: PretrainedConfig) -> None:
@@ -70,6 +72,11 @@ def _configuration_obstacles(text_config: PretrainedConfig, config: PretrainedCo
     layer_types -= LAYER_TYPES | without_attention
     if layer_types:
         yield f"it has {', '.join(sorted(layer_types))} layers"
+    num_chosen = getattr(text_config, "num_experts_per_tok", None) or 0
+    for name in NUMBERS_OF_EXPERTS:
+        num_experts = getattr(text_config, name, None)
+        if num_experts and num_chosen > num_experts:
+            yield f"num_experts_per_tok is {num_chosen} and {name} {num_experts}"
     rope_types = _rope_types(getattr(text_config, "rope_parameters", None)) & BATCH_DEPENDENT_ROPE
     if rope_types:
         yield f"its {', '.join(sorted(rope_types))} rotary embedding depends on the other sequences of a batch"

@@ -78,7 +78,7 @@ class Awq:
         num_groups = layer.num_groups(self.group_size)
         codes = _in_order(layer.get("qweight", (torch.int32,), (num_in, num_out // 8)))
         zeros = _in_order(layer.get("qzeros", (torch.int32,), (num_groups, num_out // 8)))
-        scale = layer.get("scales", SCALE_DTYPES, (num_groups, num_out))
+        scale = layer.finite("scales", SCALE_DTYPES, (num_groups, num_out))
         return layer.weight(pack_halves(codes.t()), scale.t(), zeros.t(), BITS)
 
 

@@ -171,6 +171,8 @@ def _scheme(what: str, group: Any, form: str | None) -> Scheme:
     check_fields(what, group, _GROUP_FIELDS)
     weights, activations, name = required(what, group, "weights"), group.get("input_activations"), what
     what += ".weights"
+    if not isinstance(weights, dict):
+        raise ModelError(f"{what} is not an object")
     check_fields(what, weights, _WEIGHT_FIELDS)
     bits, kind = whole_number(what, weights, "num_bits"), weights.get("type", "int")
     form = group.get("format") or form
@@ -287,7 +289,7 @@ def _read_fp4(scheme: Scheme, layer: LayerTensors) -> FloatWeight:
 
 def _scale(scheme: Scheme, layer: LayerTensors) -> Tensor:
     """Returns the scales `[out, groups]`."""
-    scale = layer.get("weight_scale", SCALE_DTYPES, *_scale_shapes(scheme, layer))
+    scale = layer.finite("weight_scale", SCALE_DTYPES, *_scale_shapes(scheme, layer))
     return scale.expand(layer.out_features, -1) if scale.ndim == 2 else scale.expand(layer.out_features, 1)
 
 

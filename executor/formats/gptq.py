@@ -105,7 +105,7 @@ class Gptq:
         num_groups = layer.num_groups(self.group_size)
         words = layer.get("qweight", (torch.int32,), (num_in * bits // 32, num_out))
         zeros = unpacked(layer.get("qzeros", (torch.int32,), (num_groups, num_out * bits // 32)), bits)
-        scale = layer.get("scales", SCALE_DTYPES, (num_groups, num_out))
+        scale = layer.finite("scales", SCALE_DTYPES, (num_groups, num_out))
         groups = layer.get("g_idx", INDEX_DTYPES, (num_in,)) if "g_idx" in layer.tensors else None
         if self.stores_zeros_less_one:
             # Zero 0 is stored as the largest code.

@@ -98,7 +98,10 @@ class LayerTensors:
         if group_size == -1:
             return 1
         if self.in_features % group_size:
-            raise ModelError(f"{self.layer}: {self.in_features} columns are not a multiple of groups of {group_size}")
+            raise ModelError(
+                f"{self.layer}: {self.in_features} columns are not a multiple of groups of {group_size}, "
+                f"{self._fitting_groups}"
+            )
         return self.in_features // group_size
 
     def weight(
@@ -106,13 +109,10 @@ class LayerTensors:
     ) -> QuantizedWeight:
         """Returns the matrix `scale * (code - zero)`.
 
-        `codes` are packed as in `QuantizedWeight`, and `scale` and `zeros` are `[out, groups]`. `group_of_column` is
-        given if the groups are not runs of columns.
+        `codes` are packed as in `QuantizedWeight`. `scale` and `zeros` are `[out, groups]`, and scales are finite.
+        `group_of_column` is given if the groups are not runs of columns.
         """
-        scale = scale.float()
-        if not torch.isfinite(scale).all():
-            raise ModelError(f"{self.layer} has scales that are not finite")
-        zeros = zeros.float()
+        scale, zeros = scale.float(), zeros.float()
         group_size = self.in_features // scale.shape[1]
         order = None if group_of_column is None else self._column_order(group_of_column, scale.shape[1])
         if order is not None:
@@ -120,7 +120,9 @@ class LayerTensors:
         if group_size not in GROUP_SIZES and group_size != self.in_features:
             parts, rest = divmod(group_size, GROUP_SIZES[-1])
             if rest:
-                raise ModelError(f"{self.layer}: groups of {group_size} columns are not supported")
+                raise ModelError(
+                    f"{self.layer}: groups of {group_size} columns are not supported, {self._fitting_groups}"
+                )
             scale, zeros = scale.repeat_interleave(parts, 1), zeros.repeat_interleave(parts, 1)
             group_size = GROUP_SIZES[-1]
         return QuantizedWeight(
@@ -131,6 +133,12 @@ class LayerTensors:
             group_size,
             None if order is None else order.int(),
         )
+
+    @property
+    def _fitting_groups(self) -> str:
+        """The sizes of groups that this layer may have, in words."""
+        sizes = [str(size) for size in GROUP_SIZES if self.in_features % size == 0]
+        return f"only of {', '.join(sizes)} or a whole row" if sizes else "only of a whole row"
 
     def _column_order(self, group_of_column: Tensor, num_groups: int) -> Tensor | None:
         """Returns the columns in the order of their groups; None if that is how they are."""

@@ -14,23 +14,29 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from inflight.common.machine import return_free_memory
+from inflight.common.machine import num_available_memory_bytes, return_free_memory
 from inflight.common.model_files.gguf_architectures import architecture_of
 from inflight.common.model_source import ModelError, ModelSource, model_errors, old_configuration, read_gguf
 from inflight.executor.checkpoint.expert_matrices import coded_experts
-from inflight.executor.checkpoint.files import check_weights, weight_files
+from inflight.executor.checkpoint.files import check_weights, num_weights, weight_files
 from inflight.executor.checkpoint.gguf import import_configuration, import_gguf
 from inflight.executor.checkpoint.gguf_metadata import unused_keys
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
 from inflight.executor.checkpoint.quantized_weight import QuantizedWeight
 from inflight.executor.checkpoint.quiet import quiet_transformers
 from inflight.executor.checkpoint.support import check_configuration, check_network, ignore_padding
-from inflight.executor.device import free_device_bytes
+from inflight.executor.device import free_device_bytes, is_gpu
 from inflight.executor.formats.dense_folder import load_dense
 from inflight.executor.formats.folder import format_of, load_folder, quantization_of
 from inflight.executor.formats.gguf_file import load_gguf, unsupported_reason
 
 log = logging.getLogger(__name__)
+
+# Numbers of quantized checkpoints, and about what their scales add to each.
+QUANTIZED_BITS, SCALE_BITS = (8, 4), 0.25
+# Of the free memory. The rest is for the KV cache and for steps.
+FITTING_SHARE = 0.9
+RANKS = (2, 4, 8)
 
 
 def load_network(source: ModelSource, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Path]:
@@ -71,6 +77,7 @@ def _load_gguf(
         config = _configuration(folder)
         reason = unsupported_reason(header)
         if reason is None:
+            _check_memory(sum(tensor.num_bytes for tensor in header.tensors), device)
             return load_gguf(header, config, dtype, device), folder
         if architecture_of(header) is not None:
             raise ModelError(f"GGUF file {path} cannot be loaded: {reason}")
@@ -81,6 +88,7 @@ def _load_gguf(
 
 def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     with quiet_transformers(), model_errors(f"model folder {folder} cannot be loaded"):
+        quantization = quantization_of(folder)
         config = _configuration(folder)
         if config.get_text_config(decoder=True) is not config:
             log.warning(
@@ -89,19 +97,32 @@ def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
         check_weights(folder)
         if (folder / "adapter_config.json").is_file():
             log.warning("%s: adapter_config.json has no effect; --adapter-folder serves adapters", folder)
-        if quantization := quantization_of(folder):
-            _check_memory(folder, device)
+        if quantization:
+            _check_memory(sum((folder / name).stat().st_size for name in weight_files(folder)), device)
             return load_folder(folder, config, quantization, dtype, device)
+        _check_memory(num_weights(folder) * dtype.itemsize, device, 8 * dtype.itemsize)
         return load_dense(folder, config, dtype, device)
 
 
-def _check_memory(folder: Path, device: torch.device) -> None:
-    """Raises `ModelError` if the files of a quantized checkpoint, which stays as it is, are larger than a GPU's free
-    memory."""
+def _check_memory(num_bytes: int, device: torch.device, bits: int | None = None) -> None:
+    """Raises `ModelError` if weights are larger than the memory that is free, before they are read. Numbers of `bits`
+    would be smaller in a quantized checkpoint; of one they stay as they are."""
     free_bytes = free_device_bytes(device)
-    num_bytes = sum((folder / name).stat().st_size for name in weight_files(folder))
-    if free_bytes is not None and num_bytes > free_bytes:
-        raise ModelError(f"its weights take {num_bytes} bytes, and {free_bytes} are free on {device}")
+    if free_bytes is None:
+        free_bytes = num_available_memory_bytes()
+    if free_bytes is None or num_bytes <= free_bytes:
+        return
+    fitting = [] if bits is None else _fitting_sizes(num_bytes, free_bytes, bits, device)
+    hint = f"; what fits: {', '.join(fitting)}" if fitting else ""
+    raise ModelError(f"its weights take {num_bytes} bytes, and {free_bytes} are free on {device}{hint}")
+
+
+def _fitting_sizes(num_bytes: int, free_bytes: int, bits: int, device: torch.device) -> list[str]:
+    """Returns forms in which weights would fit, and their bytes, in words."""
+    sizes = {f"with {fewer} bits": num_bytes * (fewer + SCALE_BITS) / bits for fewer in QUANTIZED_BITS}
+    if is_gpu(device):
+        sizes |= {f"with tensor_parallel_size={count}, on each GPU": num_bytes / count for count in RANKS}
+    return [f"{how} {size:.0f} bytes" for how, size in sizes.items() if size <= FITTING_SHARE * free_bytes]
 
 
 def _configuration(folder: Path) -> PretrainedConfig:

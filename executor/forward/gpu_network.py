@@ -36,7 +36,6 @@ class NetworkDecoder:
         self.vocabulary_size = vocabulary_size
         self.device, self.dtype = layout.device, network.dtype
         self.hidden_size = network.get_output_embeddings().in_features
-        self.group = network.config.num_attention_heads // layout.layers[0].shape.num_kv_heads
         self._network, self._layout = network, layout
 
     def forward(

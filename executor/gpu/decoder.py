@@ -177,12 +177,6 @@ class GpuDecoder:
         return self.shape.vocabulary_size
 
     @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        shape = self.shard.shape(self.shape)
-        return shape.num_heads // shape.num_kv_heads
-
-    @property
     def own_ids(self) -> slice:
         """The tokens of the vocabulary whose logits this rank computes."""
         return self.shard.columns(self.shape.vocabulary_size)

@@ -54,11 +54,6 @@ class StepDecoder(Protocol):
         ...
 
     @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        ...
-
-    @property
     def num_adapter_slots(self) -> int:
         """Slots for adapters."""
         ...

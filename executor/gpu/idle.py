@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from inflight.executor.kernels.tiling import MAX_ROWS, MIN_ROWS
+from inflight.common.protocol import MAX_TOP_LOGPROBS
+from inflight.executor.kernels.tiling import MIN_ROWS
 from inflight.executor.logits.row import LogitsRow
 from inflight.executor.scheduler.sequence import Processors, Sampling
 from inflight.executor.step.batch import StepBatch
@@ -21,20 +22,22 @@ from inflight.executor.step.sampling_columns import SamplingBatch
 GREEDY_ROW = SampleRow(Sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0), output_index=0, banned_ids=frozenset())
 
 
-def warm_up_lengths(
-    group: int, max_num_tokens: int, max_num_sequences: int, context_length: int
-) -> Iterator[list[int]]:
-    """Yields chunks of several lengths, few and many at a time. The step with the most tokens comes first."""
-    num_whole = max_num_tokens // context_length
-    yield [context_length] * min(num_whole, max_num_sequences) or [max_num_tokens]
-    rows = MIN_ROWS
-    while rows <= MAX_ROWS:
-        # One token would be a decode.
-        length = max(2, rows // group)
-        if length <= min(max_num_tokens, context_length):
-            yield [length]
-            yield [length] * min(max_num_sequences, max_num_tokens // length)
-        rows *= 2
+def warm_up_lengths(max_num_tokens: int, max_num_sequences: int, context_length: int) -> Iterator[list[int]]:
+    """Yields steps with chunks for all kinds of kernels, since tiles depend on powers of two of the tokens. First comes
+    the step with the most tokens, and then that with the most sequences."""
+    yield _chunks(max_num_tokens, max_num_sequences, context_length)
+    # One token would be a decode.
+    if num_sequences := min(max_num_sequences, max_num_tokens // 2):
+        yield [2] * num_sequences
+    num_tokens = MIN_ROWS
+    while num_tokens < max_num_tokens:
+        yield _chunks(num_tokens, max_num_sequences, context_length)
+        num_tokens *= 2
+
+
+def _chunks(num_tokens: int, max_num_sequences: int, context_length: int) -> list[int]:
+    """Returns chunks of so many tokens, or of as many as whole contexts have."""
+    return [context_length] * min(num_tokens // context_length, max_num_sequences) or [num_tokens]
 
 
 def idle_batch(lengths: Sequence[int], table_row: int, block_size: int) -> StepBatch:
@@ -62,6 +65,11 @@ def idle_batch(lengths: Sequence[int], table_row: int, block_size: int) -> StepB
 
 def idle_sampling(num_rows: int) -> SamplingBatch:
     return SamplingBatch.of([GREEDY_ROW] * num_rows)
+
+
+def idle_reporting_sampling(num_rows: int) -> SamplingBatch:
+    """Returns rows that report as many log probabilities as there can be."""
+    return replace(idle_sampling(num_rows), reporting=tuple((row, MAX_TOP_LOGPROBS) for row in range(num_rows)))
 
 
 def idle_processed_sampling(vocabulary_size: int) -> SamplingBatch:

@@ -23,12 +23,18 @@ from inflight.common.protocol import MAX_PROMPT_LOGPROB_ROWS
 from inflight.executor.attention.backend import LayerKv, StepAttention
 from inflight.executor.attention.flashinfer import FlashInfer
 from inflight.executor.attention.gpu_host_tier import GpuHostTier
-from inflight.executor.device import StepTimer, to_host
+from inflight.executor.device import StepTimer, to_device, to_host
 from inflight.executor.engine.runner import DeviceLostError, PendingStep
 from inflight.executor.gpu.device_step import DeviceStep, GraphedStep, StepDecoder, StepForm
 from inflight.executor.gpu.graph_check import AttentionCheck, GraphCheck
 from inflight.executor.gpu.graphs import Bucket, Capture, bucket_of, capture, mixed_buckets
-from inflight.executor.gpu.idle import idle_batch, idle_processed_sampling, idle_sampling, warm_up_lengths
+from inflight.executor.gpu.idle import (
+    idle_batch,
+    idle_processed_sampling,
+    idle_reporting_sampling,
+    idle_sampling,
+    warm_up_lengths,
+)
 from inflight.executor.gpu.pending import GpuStep, PooledStates, ReadBack
 from inflight.executor.gpu.processing import NO_PLACES, UNREAD_TOKENS, Processing, name_excluded, unread_places
 from inflight.executor.gpu.step_buffers import StepBuffers
@@ -40,7 +46,7 @@ from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import StepPlan
 from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.inputs import StepInputs
-from inflight.executor.step.logprobs import StepLogprobs, step_logprobs
+from inflight.executor.step.logprobs import ROWS_AT_ONCE, StepLogprobs, step_logprobs
 from inflight.executor.step.sampling import UNRESTRICTED
 from inflight.executor.step.sampling_columns import SamplingBatch
 
@@ -135,7 +141,6 @@ class GpuRunner:
             self._host_slots = HostSlots(decoder.recurrent_states.slots(), limits.num_host_slots)
         self._read_back = ReadBack(MAX_IN_FLIGHT, most_logits, self._device)
         self._newest: GpuStep | None = None
-        self._group = decoder.group
         self._flashinfer = flashinfer
         self._followers = followers
 
@@ -145,7 +150,8 @@ class GpuRunner:
         return self._flashinfer is not None
 
     def prepare(self) -> None:
-        """Compiles the kernels that steps need, compares FlashInfer with them, captures the graphs and checks each.
+        """Compiles the kernels that steps need, compares FlashInfer with them, captures the graphs and checks each. The
+        memory that it takes is the most that steps will.
 
         Raises:
             ModelError: a graph, or FlashInfer where it is required, computes something else than the kernels that it
@@ -155,10 +161,12 @@ class GpuRunner:
         sizes = (limits.max_step_tokens, limits.max_num_sequences, limits.context_length)
         decodes = [[1] * bucket.num_sequences for bucket in self._graphed.decode_buckets]
         with torch.inference_mode():
-            for lengths in (*warm_up_lengths(self._group, *sizes), *decodes):
+            for lengths in (*warm_up_lengths(*sizes), *decodes):
                 layout = self._upload_idle(lengths)
                 self._step.compute(layout, len(lengths) if max(lengths) == 1 else 0)
             self._process(self._upload_idle([1]), idle_processed_sampling(self._vocabulary_size))
+            reporting = idle_reporting_sampling(min(ROWS_AT_ONCE, limits.max_num_sequences))
+            self._report(self._upload_idle([1] * reporting.num_rows, sampling=reporting), reporting)
             if self._flashinfer is not None:
                 verdict = AttentionCheck(self._step, limits).run(self._flashinfer)
                 log.log(logging.WARNING if verdict.is_warning else logging.INFO, verdict.reason)
@@ -191,7 +199,7 @@ class GpuRunner:
                 attention = self._plan_attention(form, batch)
                 self._upload(form, batch, sampling, entries)
                 self._follower.sent()
-                rows = batch.hidden_rows.to(self._device) if plan.pooled else None
+                rows = to_device(batch.hidden_rows, self._device) if plan.pooled else None
                 hidden = self._graphed.compute(form, attention, rows)
                 if needs_logits(sampling):
                     self._step.gather_and_draw(form.layout)
@@ -279,13 +287,15 @@ class GpuRunner:
         logits = self._step.logits[: len(chosen_ids)]
         return step_logprobs(logits, chosen_ids, sampling.reporting, rows).start_copy()
 
-    def _upload_idle(self, lengths: Sequence[int], layout: StepLayout | None = None) -> StepLayout:
+    def _upload_idle(
+        self, lengths: Sequence[int], layout: StepLayout | None = None, sampling: SamplingBatch | None = None
+    ) -> StepLayout:
         """Uploads a dummy step, which writes every token to the spare block. Returns its layout, which is its own
         unless another one is given."""
         if layout is None:
             layout = self._step.layout(sum(lengths), len(lengths), len(lengths))
         batch = idle_batch(lengths, self._buffers.spare_table_row, self._step.block_size)
-        self._buffers.upload(layout, batch, idle_sampling(len(lengths)), NO_ENTRIES)
+        self._buffers.upload(layout, batch, sampling or idle_sampling(len(lengths)), NO_ENTRIES)
         return layout
 
     def _upload_idle_in(self, bucket: Bucket) -> None:

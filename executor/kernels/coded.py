@@ -124,7 +124,8 @@ def decoded_tile(
     return numbers
 
 
-@triton.jit
+# Numbers of tokens are not specialised, because each kind would be compiled at its first use.
+@triton.jit(do_not_specialize=["num_tokens"])
 def coded_product_kernel(
     inputs,
     codes,
@@ -175,7 +176,7 @@ def coded_product_kernel(
     tl.store(outputs + places, sums.to(outputs.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def add_splits_kernel(
     parts, outputs, num_tokens, num_rows, output_stride, NUM_SPLITS: tl.constexpr, TILE: tl.constexpr
 ):

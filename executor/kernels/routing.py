@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Numbers that differ from step to step are not specialised, because each kind would be compiled at its first use.
+@triton.jit(do_not_specialize=["num_rows"])
 def score_experts_kernel(
     hidden,  # [rows, size]
     router,  # [num_scores, size]
@@ -105,7 +106,7 @@ def first_of_largest(ranks, is_open, ids, COUNT: tl.constexpr):
     return tl.minimum(tl.min(tl.where(is_open & (ranks == largest), ids, COUNT), 0), COUNT - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
 def order_pairs_kernel(
     experts,  # [num_pairs] int32
     pairs, tile_experts,  # int32, see above

@@ -203,7 +203,8 @@ def _rows(batch: StepBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _num_splits(batch: StepBatch) -> int:
-    """Returns programs for each sequence: one where every sequence has one token."""
+    """Returns programs for each sequence: one where every sequence has one token. It is a power of two, since a kernel
+    is compiled for each."""
     if batch.num_tokens == batch.num_sequences:
         return 1
-    return min(MAX_SPLITS, -(-batch.num_tokens // int(TILE.value)))
+    return min(MAX_SPLITS, power_of_two(-(-batch.num_tokens // int(TILE.value))))

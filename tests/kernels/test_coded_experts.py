@@ -151,13 +151,15 @@ def load(folder: Path, **options: Any) -> PagedModel:
 
 
 FP8_BLOCKS, ACT_ORDER = "qwen3-moe in FP8 blocks", "qwen3-moe in GPTQ with act-order"
-EXPERT = "model.layers.0.mlp.experts.1"
+MLP = "model.layers.0.mlp"
+EXPERT = f"{MLP}.experts.1"
 
 
 @pytest.mark.parametrize(
     ("case", "change", "reason"),
     [
         (FP8_BLOCKS, "without up_proj.weight", r"experts\.1\.up_proj\.weight is missing"),
+        (FP8_BLOCKS, "without router", r"lacks 1 weights, such as model\.layers\.0\.mlp\.gate\.weight"),
         (FP8_BLOCKS, "without down_proj", r"experts\.1\.down_proj is missing, of the experts 0 to 3"),
         (FP8_BLOCKS, "dense down_proj", r"experts\.1\.down_proj is dense, and .*experts\.0\.down_proj is quantized"),
         (ACT_ORDER, "other order", r"experts\.1\.up_proj\.g_idx is not that of .*experts\.1\.gate_proj"),
@@ -170,7 +172,8 @@ def test_experts_that_are_not_one_matrix_are_refused_by_tensor(
     path = save_quantized(tmp_path / "model", family, config, encode) / "model.safetensors"
     tensors = load_file(path)
     if change.startswith("without"):
-        left_out = f"{EXPERT}.{change.split()[1]}."
+        name = change.split()[1]
+        left_out = f"{MLP}.gate." if name == "router" else f"{EXPERT}.{name}."
         tensors = {key: one for key, one in tensors.items() if not f"{key}.".startswith(left_out)}
     elif change == "other order":
         tensors[f"{EXPERT}.up_proj.g_idx"] = tensors[f"{EXPERT}.up_proj.g_idx"].flip(0)

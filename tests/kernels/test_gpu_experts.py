@@ -34,9 +34,6 @@ from inflight.executor.model.loader import load_model
 from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler
-from inflight.executor.scheduler.sequence import PlanRow, StepPlan
-from inflight.executor.step.batch import pack
-from tests.kernels.test_gpu_network import Counted
 from tests.kernels.test_gpu_runner import (
     BLOCK_SIZE,
     LIMITS,
@@ -48,7 +45,6 @@ from tests.kernels.test_gpu_runner import (
     requests,
 )
 from tests.support.checkpoints.tiny_models import save_model, sizes
-from tests.support.device.paged_cases import make_sequence
 
 # Neither is a multiple of a tile.
 HIDDEN, INNER = 44, 23
@@ -320,20 +316,3 @@ def test_launches_and_their_sizes_do_not_depend_on_the_choice(
     compute(layer, rows_of(1).expand(num_rows, -1).contiguous())
     assert launched.grids == same
     assert len(same) == most
-
-
-def test_a_decode_of_a_layer_has_few_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Given a token that chooses a quarter of the experts
-    config = Qwen3MoeConfig(
-        **sizes(num_hidden_layers=1, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=WIDTH)
-    )
-    model = load(save_model(config, tmp_path / "tiny"), "triton")
-    sequence = make_sequence([5], [1])
-    batch = pack(StepPlan.of([PlanRow(sequence, 0, 1, True)]), BLOCK_SIZE)
-    with Counted(monkeypatch) as counted:
-        assert isinstance(model.forward, GpuForward)
-        model.forward.decoder.forward(batch, model.kv)
-    # Then three products and the embedding are torch's; the kernels are three norms, the KV, two of attention, and five
-    # of the experts
-    assert counted.num_operations <= 4
-    assert counted.num_kernels <= 11

@@ -309,6 +309,30 @@ def test_error_after_which_a_gpu_computes_no_more_ends_the_engine_and_no_sequenc
     assert not ends_in(loop.outputs)
 
 
+@pytest.mark.parametrize("answer", [None, *LOST[:1], torch.AcceleratorError("CUDA error: out of memory")], ids=str)
+def test_error_of_a_library_ends_the_engine_only_if_the_gpu_answers_no_more(
+    loop: Loop, answer: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an error of cuBLAS, and a GPU that answers, has lost its context, or lacks memory
+    def synchronize() -> None:
+        if answer is not None:
+            raise answer
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    loop.device.failing_launches[1] = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED")
+    loop.engine.submit(make_sequence("a", [1], max_tokens=60))
+    for _ in range(2):
+        loop.device.launched.get(timeout=TIMEOUT_S)
+    loop.engine.stop()
+
+    # Then its sequences go on elsewhere, or they alone end with the error
+    is_lost = answer is LOST[0]
+    assert [type(death) for death in loop.deaths] == ([DeviceLostError] if is_lost else [])
+    ended = [event.sequence.request_id for event in ends_in(loop.outputs)]
+    assert ended == ([] if is_lost else ["a"])
+
+
 def test_stop_waits_for_the_steps_in_flight_and_gives_no_end(loop: Loop) -> None:
     loop.device.gate.clear()
     loop.engine.submit(make_sequence("a", [1], max_tokens=60))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import LlamaConfig
 
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear, make_dense
@@ -37,6 +38,7 @@ from tests.support.checkpoints.quantized_checkpoints import (
     load_float32,
     save_quantized,
 )
+from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.device.torch_threads import torch_threads
 
 pytestmark = pytest.mark.timeout(600)
@@ -143,6 +145,23 @@ def test_weights_that_do_not_fit_a_gpu_are_refused_before_they_are_read(
     monkeypatch.setattr(loading, "free_device_bytes", lambda device: 1000)
     with pytest.raises(ModelError, match=r"its weights take \d+ bytes, and 1000 are free on meta"):
         load_network(resolve_model(str(folder)), torch.float32, torch.device("meta"))
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_dense_weights_that_do_not_fit_are_refused_with_what_does(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(LlamaConfig(**sizes(num_hidden_layers=1)), tmp_path / "model")
+    # Given a GPU, or a CPU, whose memory holds the weights in 8 bits and not in float32
+    num_bytes = (folder / "model.safetensors").stat().st_size
+    free_bytes = num_bytes // 3
+    monkeypatch.setattr(loading, "is_gpu", lambda device: device.type == "meta")
+    monkeypatch.setattr(loading, "free_device_bytes", lambda device: free_bytes if device.type == "meta" else None)
+    monkeypatch.setattr(loading, "num_available_memory_bytes", lambda: free_bytes)
+    ranks = ", with tensor_parallel_size=4, on each GPU .*" if device == "meta" else ""
+    fits = rf"what fits: with 8 bits \d+ bytes, with 4 bits \d+ bytes{ranks}"
+    with pytest.raises(ModelError, match=rf"its weights take \d+ bytes, and {free_bytes} are free on {device}; {fits}"):
+        load_network(resolve_model(str(folder)), torch.float32, torch.device(device))
 
 
 def test_rows_of_blocks_have_their_scales(tmp_path: Path) -> None:

@@ -267,14 +267,14 @@ def test_entries_are_split_into_what_a_copy_holds() -> None:
     assert [part.blocks.tolist() for part in nothing.split(3)] == [[]]
 
 
-def test_warm_up_reaches_every_row_tile_within_the_limits() -> None:
-    lengths = list(warm_up_lengths(4, max_num_tokens=100, max_num_sequences=8, context_length=200))
-    assert lengths == [[100], [4], [4] * 8, [8], [8] * 8, [16], [16] * 6, [32], [32] * 3]
+def test_warm_up_has_the_largest_steps_and_all_powers_of_two() -> None:
+    lengths = list(warm_up_lengths(max_num_tokens=100, max_num_sequences=8, context_length=200))
+    assert lengths == [[100], [2] * 8, [16], [32], [64]]
 
 
 def test_no_warm_up_is_longer_than_a_context() -> None:
-    lengths = list(warm_up_lengths(1, max_num_tokens=100, max_num_sequences=8, context_length=40))
-    assert lengths == [[40, 40], [16], [16] * 6, [32], [32] * 3]
+    lengths = list(warm_up_lengths(max_num_tokens=100, max_num_sequences=8, context_length=30))
+    assert lengths == [[30] * 3, [2] * 8, [16], [30], [30] * 2]
 
 
 def test_idle_step_stays_in_the_spare_block() -> None:

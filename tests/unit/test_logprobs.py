@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from inflight.common.model_source import resolve_model
@@ -17,7 +19,7 @@ from inflight.executor.model.runner import ModelRunner
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import Sampling, Sequence, Stopping
-from inflight.executor.step.logprobs import step_logprobs
+from inflight.executor.step.logprobs import ROWS_AT_ONCE, SUMMED_AT_ONCE, step_logprobs
 from tests.support.checkpoints.tiny_models import VOCABULARY_SIZE, save_model, sizes
 from tests.support.device.torch_threads import torch_threads
 from tests.support.scheduler.scheduling import LIMITS, run_overlapped
@@ -55,6 +57,32 @@ def test_row_has_the_same_values_alone_and_beside_rows_that_report_more(vocabula
                 assert read[i].top_logprobs[:3] == alone[i].top_logprobs
     order = logits.sort(dim=1, descending=True, stable=True).indices
     assert [row.top_ids for row in alone] == [tuple(ids[:3].tolist()) for ids in order]
+
+
+def test_any_number_of_rows_takes_the_memory_of_a_few() -> None:
+    """A GPU has little memory beside its KV cache."""
+    num_rows, vocabulary_size = 3 * ROWS_AT_ONCE + 1, 40
+    logits = torch.randn(num_rows, vocabulary_size, generator=torch.Generator().manual_seed(5))
+    largest = Largest()
+    with largest:
+        step = step_logprobs(logits, torch.arange(num_rows) % vocabulary_size, [(row, 2) for row in range(num_rows)])
+    assert largest.num_numbers <= ROWS_AT_ONCE * SUMMED_AT_ONCE
+    read = step.read()
+    assert [read[row].top_ids for row in range(num_rows)] == [tuple(ids) for ids in logits.topk(2).indices.tolist()]
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that operations yield while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not function.is_view:
+            self.num_numbers = max(self.num_numbers, result.numel())
+        return result
 
 
 def test_more_tokens_than_there_are_and_none_at_all() -> None:

@@ -186,11 +186,15 @@ def test_architectures_that_cannot_run_are_refused(tmp_path: Path, config: Pretr
         ({"model_type": "t5", "is_encoder_decoder": True}, "'t5' is not supported: it is an encoder-decoder"),
         ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: it uses multi-head latent attention"),
         ({"model_type": "falcon", "alibi": True}, "'falcon' is not supported: it adds ALiBi biases"),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 9},
+            "'qwen3_moe' is not supported: num_experts_per_tok is 9 and num_(local_)?experts 4",
+        ),
         ({"model_type": "nothing-known"}, "cannot be loaded: .*nothing-known"),
         ({"model_type": "llama"}, "has no weights"),
         ({}, "cannot be loaded"),
     ],
-    ids=["encoder-decoder", "latent-attention", "alibi", "unknown", "no-weights", "empty-config"],
+    ids=["encoder-decoder", "latent-attention", "alibi", "few-experts", "unknown", "no-weights", "empty-config"],
 )
 def test_folders_are_refused_before_weights_are_read(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))

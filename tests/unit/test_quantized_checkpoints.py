@@ -272,7 +272,7 @@ def changed(folder: Path, target: Path, **fields: Any) -> Path:
         ({"data_type": "fp"}, "GPTQ checkpoint: data_type 'fp' is not supported"),
         ({"is_marlin_format": True}, "is_marlin_format True is not supported"),
         ({"group_size": 0}, "group_size 0 is neither -1 nor positive"),
-        ({"group_size": 96}, "down_proj: 512 columns are not a multiple of groups of 96"),
+        ({"group_size": 96}, "down_proj: 512 .* groups of 96, only of 16, 32, 64, 128 or a whole row"),
         ({"group_size": 64}, r"down_proj.qzeros has the shape \[4, 32\] instead of \[8, 32\]"),
         ({"bits": 8}, r"down_proj.qweight has the shape \[64, 256\] instead of \[128, 256\]"),
     ],
@@ -291,6 +291,7 @@ def test_configuration_that_is_not_supported_is_refused_by_name(
         (("weights", "strategy"), "block", "strategy 'block' with groups of 32 in pack-quantized is not supported"),
         (("weights", "num_bits"), 6, "num_bits 6 is not supported"),
         (("weights", "type"), "float", "4 bits of type float in the format pack-quantized are not supported"),
+        (("weights",), "int4", "group_0.weights is not an object"),
         (("targets",), ["re:.*mlp.*"], "has a scale, but no group of the configuration names it"),
     ],
 )
@@ -306,6 +307,14 @@ def test_scheme_of_compressed_tensors_that_is_not_supported_is_refused_by_name(
     group[path[-1]] = value
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
+        load_float32(folder)
+
+
+def test_quantization_that_is_no_object_is_refused_by_its_field(gptq_folder: Path, tmp_path: Path) -> None:
+    folder = changed(gptq_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": "gptq"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"config.json: quantization_config is not an object"):
         load_float32(folder)
 
 
@@ -334,7 +343,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
     [
         (lambda t: t | {"scales": t["scales"][:1]}, r"q_proj.scales has the shape \[1, 256\] instead of \[2, 256\]"),
         (lambda t: t | {"scales": t["scales"].int()}, "q_proj.scales is of int32 instead of float16 or bfloat16"),
-        (lambda t: t | {"scales": t["scales"] * torch.inf}, "q_proj has scales that are not finite"),
+        (lambda t: t | {"scales": t["scales"] * torch.inf}, "q_proj.scales has scales that are not finite"),
         (lambda t: t | {"qweight": t["qweight"][:-1]}, r"q_proj.qweight has the shape \[31, 256\]"),
         (lambda t: t | {"g_idx": t["g_idx"] * 0}, "q_proj: the groups of its columns are not of equal size"),
         (lambda t: t | {"g_idx": t["g_idx"] + 1}, "q_proj: the groups of its columns are not of equal size"),

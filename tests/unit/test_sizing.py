@@ -271,8 +271,19 @@ def test_size_says_figures_and_flags(config_file: Path, capsys: pytest.CaptureFi
     assert rows["KV of a token"][:3] == ["131,072", "bytes", "exact"]
     assert rows["seats needed"][:2] == ["51", "estimated"]
     assert rows["executors"][0] == "1"
+    assert rows["routers"][0] == "2"
     assert "--max-num-sequences 51 --max-num-tokens 8192" in shown
     assert "a step takes longer than the 15 ms between tokens" in shown
+
+
+def test_size_adds_routers_for_the_tokens_that_one_core_does_not_carry(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Given 1,000 requests of 200 tokens each second, five times what a router is to carry
+    flags = ["--gpu", "h100-80gb", "--requests-per-s", "1000", "--output-tokens", "200", "--step-ms", "20"]
+    assert main(["size", "--model", str(config_file), *flags]) == 0
+    rows = {line[:22].strip(): line[22:].split() for line in capsys.readouterr().out.splitlines()}
+    assert rows["routers"][:2] == ["6", "estimated"]
 
 
 def test_size_counts_windows_of_as_many_seats_as_fit(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

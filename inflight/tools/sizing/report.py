@@ -22,6 +22,8 @@ from inflight.tools.sizing.model_shape import ModelShape
 EXACT, COMPUTED, MEASURED, ESTIMATED = "exact", "computed", "measured", "estimated"
 # From here on it is worth reserving less than a request may take.
 WORTHWHILE = 1.5
+# Below what one core was measured to carry (docs/benchmarks.md), so that bursts do not make it fall behind.
+TOKENS_PER_ROUTER = 40_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +203,9 @@ def _demand_rows(sizing: Sizing) -> Iterator[Row]:
     yield Row("first token", f"{demand.ttft_ms:.0f} ms", ESTIMATED, "without a wait for a seat")
     how = f"{demand.replicas + 1} to stand the loss of one"
     yield Row("executors", f"{demand.replicas:,}", ESTIMATED, how)
-    how = "one may go away; what one carries in tokens/s was not measured"
-    yield Row("routers", "2", ESTIMATED, how)
+    num_routers = max(1, math.ceil(demand.output_tokens_per_s / TOKENS_PER_ROUTER))
+    how = f"one may go away; {TOKENS_PER_ROUTER:,} tokens/s each, of 50,000 on a core (docs/benchmarks.md)"
+    yield Row("routers", f"{1 + num_routers}", ESTIMATED, how)
     share = (
         f"{demand.ledger_share:.1%} of a core of Redis"
         if demand.ledger_share < 1

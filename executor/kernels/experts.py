@@ -64,17 +64,20 @@ def grouped_kernel(
     if HAS_GATE or IS_SQUARED:
         # Rounded as a product of its own would be.
         sums = sums.to(outputs.dtype.element_ty).to(tl.float32)
-    if HAS_GATE:
-        gate, up = tl.split(tl.reshape(sums, [TILE_ROWS, TILE_OUTPUTS, 2]))
-        results = activated(gate, up, HAS_GELU) if GATE_LIMIT is None else clamped(gate, up, GATE_FACTOR, GATE_LIMIT)
-    elif IS_SQUARED:
-        results = squared_relu(sums)
+        results = squared_relu(sums) if IS_SQUARED else gated_sums(sums, HAS_GELU, GATE_FACTOR, GATE_LIMIT)
     else:
         results = sums * tl.load(pair_weights + pair, mask=has_pair, other=0.0)[:, None]
     output_columns = first + tl.arange(0, TILE_OUTPUTS)
     target = outputs + pair[:, None].to(tl.int64) * num_outputs + output_columns[None, :]
     mask = has_pair[:, None] & (output_columns < num_outputs)[None, :]
     tl.store(target, results.to(outputs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gated_sums(sums, HAS_GELU: tl.constexpr, FACTOR: tl.constexpr, LIMIT: tl.constexpr):
+    """Returns activation(gate) * up of rows in which gates and what they gate alternate."""
+    gate, up = tl.split(tl.reshape(sums, [sums.shape[0], sums.shape[1] // 2, 2]))
+    return activated(gate, up, HAS_GELU) if LIMIT is None else clamped(gate, up, FACTOR, LIMIT)
 
 
 @triton.jit

@@ -122,7 +122,8 @@ def _adapters(settings: ExecutorSettings, forward: Forward, group: WorkerGroup |
     # Those that run by transformers on a GPU have no recurrent layers.
     if memory is None and forward.states is not None and forward.backend_name == "triton":
         raise SettingError(
-            f"{what}: adapters of models with gates of attention, or with recurrent layers and experts, need a CPU"
+            f"{what}: adapters of models with gates of attention, with feed-forward layers without gates, or with "
+            "recurrent layers and experts need a CPU"
         )
     if memory is None and forward.routes_by_itself:
         raise SettingError(f"{what}: adapters of models with experts in some layers only need a GPU")

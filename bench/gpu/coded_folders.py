@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 # Layers' matrices that stay in bfloat16, as in the published checkpoints.
-DENSE_IN_FP8 = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight")
+DENSE_IN_FP8 = (
+    *("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "shared_expert_gate.weight"),
+    *("in_proj_a.weight", "in_proj_b.weight"),
+)
 DENSE_IN_MXFP4 = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 BLOCK = 128
 GROUP = 32

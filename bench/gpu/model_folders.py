@@ -21,7 +21,9 @@ from transformers import (
     GptOssConfig,
     Lfm2Config,
     LlamaConfig,
+    NemotronHConfig,
     PretrainedConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
 )
@@ -70,6 +72,38 @@ QWEN3_5: dict[str, Any] = {
     "linear_num_value_heads": 16,
     "tie_word_embeddings": True,
 }
+# Qwen3.6-35B-A3B with 8 of its 40 layers: 6 gated delta nets and 2 layers of attention.
+QWEN3_6: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
+# Nemotron 3 Nano with 13 of its 52 layers: 6 of Mamba 2, 5 of experts, 2 of attention.
+NEMOTRON_3_NANO: dict[str, Any] = {
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5,
+}
 # What a dry run makes of every shape.
 TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -87,7 +121,20 @@ TINY_RECURRENT = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-NAMES = (*SHAPES, "experts", "experts-fp8", "gpt-oss", "lfm2-350m", "qwen3.5-0.8b")
+TINY_QWEN3_6 = TINY_RECURRENT | TINY_EXPERTS | {"shared_expert_intermediate_size": 32}
+TINY_NEMOTRON: dict[str, Any] = {
+    "hybrid_override_pattern": "ME*",
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+}
+IN_FP8 = ("experts-fp8", "qwen3.6-fp8")
+NAMES = (*SHAPES, "experts", *IN_FP8, "gpt-oss", "lfm2-350m", "qwen3.5-0.8b", "nemotron-3-nano")
 
 
 def write_model(folder: Path, name: str, *, is_tiny: bool) -> Path:
@@ -104,7 +151,7 @@ def write_model(folder: Path, name: str, *, is_tiny: bool) -> Path:
         network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     network.save_pretrained(str(made), max_shard_size="4GB")
     (made / "generation_config.json").write_text(json.dumps({"eos_token_id": vocabulary[END]}))
-    if name == "experts-fp8":
+    if name in IN_FP8:
         write_fp8_blocks(made)
     elif name == "gpt-oss":
         write_mxfp4(made)
@@ -118,9 +165,13 @@ def _config(name: str, *, is_tiny: bool) -> PretrainedConfig:
         return GptOssConfig(**GPT_OSS | (TINY | TINY_GPT_OSS if is_tiny else {}))
     if name == "lfm2-350m":
         return Lfm2Config(**LFM2 | (TINY | {"layer_types": ["conv", "full_attention"]} if is_tiny else {}))
+    layer_types = {"layer_types": ["linear_attention", "full_attention"]}
     if name == "qwen3.5-0.8b":
-        layer_types = {"layer_types": ["linear_attention", "full_attention"]}
         return Qwen3_5TextConfig(**QWEN3_5 | (TINY | TINY_RECURRENT | layer_types if is_tiny else {}))
+    if name == "qwen3.6-fp8":
+        return Qwen3_5MoeTextConfig(**QWEN3_6 | (TINY | TINY_QWEN3_6 | layer_types if is_tiny else {}))
+    if name == "nemotron-3-nano":
+        return NemotronHConfig(**NEMOTRON_3_NANO | (TINY | TINY_NEMOTRON if is_tiny else {}))
     return LlamaConfig(**SHAPES[name].config_fields | (TINY if is_tiny else {}))
 
 

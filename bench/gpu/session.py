@@ -83,6 +83,9 @@ def stages(models: Path, out: Path, device: str) -> tuple[Stage, ...]:
         stack("gpt-oss", 120, "gpt-oss", *loads, "8"),
         Stage("models-recurrent", 60, folders, (str(models), "qwen3.5-0.8b"), ("--tiny",)),
         stack("recurrent", 120, "qwen3.5-0.8b", *loads, "8"),
+        Stage("models-hybrid", 100, folders, (str(models), "qwen3.6-fp8", "nemotron-3-nano"), ("--tiny",)),
+        stack("hybrid-fp8", 120, "qwen3.6-fp8", *loads, "8"),
+        stack("mamba2", 120, "nemotron-3-nano", *loads, "8"),
         stack("peers-1b", 120, "1b", *PEERS, "--seats", "64", "--concurrency", "64", "--turns", "2"),
         Stage("engine-1b", 100, "inflight.bench.gpu.main", engine, None),
     )

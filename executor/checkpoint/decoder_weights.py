@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from inflight.executor.attention.transformers_hook import Layer
-from inflight.executor.checkpoint.expert_matrices import ExpertMatrices, alternates
+from inflight.executor.checkpoint.expert_matrices import ExpertMatrices, alternates, parameters_of
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
 from inflight.executor.checkpoint.quantized_weight import Matrix
 from inflight.executor.recurrent.mixer import MixerShape, MixerWeights
@@ -587,7 +587,7 @@ def _read_routing(module: Any) -> dict[str, Any]:
         "router_bias": getattr(router, "bias", None),
         "gate_up_bias": gate_up_bias,
         "down_bias": getattr(experts, "down_proj_bias", None),
-        "gate_up_order": getattr(getattr(experts, "gate_up_proj", None), "orders", None),
+        "gate_up_order": getattr(getattr(experts, parameters_of(experts)[0]), "orders", None),
         "down_order": getattr(experts.down_proj, "orders", None),
         "router_correction": correction,
         "shared_gate_up_parts": () if shared is None else _gate_up_parts(shared),

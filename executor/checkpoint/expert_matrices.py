@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from inflight.executor.checkpoint.quantized_weight import Coded, Matrix, dense_matrix
 
-# The parameters of a module of experts that are matrices.
+# The parameters of a module of experts that are matrices; and those of one without gates (Nemotron-H).
 PARAMETERS = ("gate_up_proj", "down_proj")
+WITHOUT_GATES = ("up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +97,7 @@ def order_experts(network: PreTrainedModel) -> None:
     for module in expert_modules(network).values():
         if not (alternates(module) or is_transposed(module)):
             continue
-        for name in PARAMETERS:
+        for name in parameters_of(module):
             parameter = getattr(module, name)
             if isinstance(parameter, Tensor):
                 replace_parameter(network, module, name, _ordered(module, name, parameter.detach()))
@@ -115,7 +116,7 @@ def expand_experts(network: PreTrainedModel) -> int:
     how many were of codes."""
     count = 0
     for module in expert_modules(network).values():
-        for name in PARAMETERS:
+        for name in parameters_of(module):
             matrices = getattr(module, name)
             if isinstance(matrices, ExpertMatrices):
                 count += not isinstance(matrices.matrix, Tensor)
@@ -131,7 +132,7 @@ def has_coded_experts(network: nn.Module) -> bool:
 def coded_experts(network: nn.Module) -> Iterator[Coded]:
     """Yields the matrices of experts that are of codes."""
     for module in expert_modules(network).values():
-        for name in PARAMETERS:
+        for name in parameters_of(module):
             matrices = getattr(module, name)
             if isinstance(matrices, ExpertMatrices) and not isinstance(matrices.matrix, Tensor):
                 yield matrices.matrix
@@ -140,10 +141,14 @@ def coded_experts(network: nn.Module) -> Iterator[Coded]:
 def expert_modules(network: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules of experts with a matrix of every expert in each parameter, by name."""
     return {
-        name: module
-        for name, module in network.named_modules()
-        if name.endswith(".experts") and all(hasattr(module, parameter) for parameter in PARAMETERS)
+        name: module for name, module in network.named_modules() if name.endswith(".experts") and parameters_of(module)
     }
+
+
+def parameters_of(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the matrices of a module of experts, none of another module."""
+    kinds = (PARAMETERS, WITHOUT_GATES)
+    return next((names for names in kinds if all(hasattr(module, name) for name in names)), ())
 
 
 def replace_parameter(

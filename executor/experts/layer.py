@@ -17,7 +17,7 @@ from torch import Tensor
 
 from inflight.executor.checkpoint.decoder_weights import DecoderShape, LayerWeights
 from inflight.executor.checkpoint.quantized_weight import Matrix
-from inflight.executor.experts.products import Gating, GroupedProduct, Tiles
+from inflight.executor.experts.products import Activation, GroupedProduct, Tiles
 from inflight.executor.experts.tiling import expert_tiling
 from inflight.executor.kernels.experts import add_experts_kernel
 from inflight.executor.kernels.routing import choose_experts_kernel, order_pairs_kernel, score_experts_kernel
@@ -62,12 +62,12 @@ class ExpertLayer:
         if layer.shared_gate is not None:
             router = torch.cat((router, layer.shared_gate.to(router.dtype)))
             bias = None if bias is None else torch.cat((bias, bias.new_zeros(1)))
-        count, gating = shape.num_experts, Gating.of(shape)
+        count, activation = shape.num_experts, Activation.of(shape)
         return cls(
             shape=shape,
             router=router,
             correction=None if layer.router_correction is None else layer.router_correction.float(),
-            gate_up=GroupedProduct(_form(gate_up), count, gating, layer.gate_up_bias, layer.gate_up_order),
+            gate_up=GroupedProduct(_form(gate_up), count, activation, layer.gate_up_bias, layer.gate_up_order),
             down=GroupedProduct(_form(down), count, None, layer.down_bias, layer.down_order),
             router_bias=bias,
         )

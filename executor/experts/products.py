@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight.executor.checkpoint.decoder_weights import CLAMPED, GELU_TANH, DecoderShape
+from inflight.executor.checkpoint.decoder_weights import CLAMPED, GELU_TANH, SQUARED_RELU, DecoderShape
 from inflight.executor.experts.tiling import ExpertTiling
 from inflight.executor.kernels.experts import grouped_kernel
 from inflight.executor.products.coded import CodedMatrix
@@ -39,38 +39,39 @@ class Tiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Gating:
+class Activation:
     """The activation of gates, and what they gate: see `DecoderShape`. Without `limit` it is SiLU or, with `has_gelu`,
-    GELU approximated by tanh."""
+    GELU approximated by tanh. Without gates it is the square of ReLU."""
 
+    has_gates: bool = True
     has_gelu: bool = False
     factor: float = 1.0
     limit: float | None = None
 
     @classmethod
-    def of(cls, shape: DecoderShape) -> Gating:
+    def of(cls, shape: DecoderShape) -> Activation:
         """Returns the activation of a model."""
         if shape.activation == CLAMPED:
             return cls(factor=shape.gate_factor, limit=shape.gate_limit)
-        return cls(shape.activation == GELU_TANH)
+        return cls(shape.activation != SQUARED_RELU, shape.activation == GELU_TANH)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedProduct:
     """One of the two matrices of every expert: `matrix` `[experts, outputs, size]` in the dtype of the activations, or
-    of codes `[experts * outputs, size]`, whose columns have the `order` of `ExpertMatrices`. With `gating` the first
-    half of the outputs are gates of the second. `bias` is `[experts, outputs]`."""
+    of codes `[experts * outputs, size]`, whose columns have the `order` of `ExpertMatrices`. With an `activation` that
+    has gates the first half of the outputs are gates of the second. `bias` is `[experts, outputs]`."""
 
     matrix: Tensor | CodedMatrix
     num_experts: int
-    gating: Gating | None = None
+    activation: Activation | None = None
     bias: Tensor | None = None
     order: Tensor | None = None
 
     @property
     def num_outputs(self) -> int:
         """Columns that this rank computes; of gates and what they gate one half."""
-        return self._num_rows // self.num_experts // (1 if self.gating is None else 2)
+        return self._num_rows // self.num_experts // (2 if self._has_gates else 1)
 
     @property
     def num_bytes(self) -> int:
@@ -79,16 +80,15 @@ class GroupedProduct:
 
     def multiply(self, inputs: Tensor, tiles: Tiles, weights: Tensor | None = None) -> Tensor:
         """Multiplies the row of each pair by the matrix of its expert, adds the bias, and returns `[pairs,
-        num_outputs]`: the products times the `weights` `[pairs]` in float32, or without weights activation(gate) * up
-        of the products.
+        num_outputs]`: the products times the `weights` `[pairs]` in float32, or without weights their activation.
 
         `inputs` `[rows, size]` have a row for every pair, or for every token, of which a pair `p` reads
         `p // (pairs of a token)`.
         """
-        gating, tiling, num_outputs = self.gating, tiles.tiling, self.num_outputs
-        assert (gating is None) == (weights is not None)
+        tiling, num_outputs, activation = tiles.tiling, self.num_outputs, self.activation or Activation()
+        assert (self.activation is None) == (weights is not None)
         outputs = torch.empty((tiles.num_pairs, num_outputs), dtype=inputs.dtype, device=inputs.device)
-        tile_outputs = tiling.columns // (1 if gating is None else 2)
+        tile_outputs = tiling.columns // (2 if self._has_gates else 1)
         tensors, num_scales, constants = self._form()
         grouped_kernel[(tiles.experts.shape[0], -(-num_outputs // tile_outputs))](
             *(
@@ -104,10 +104,11 @@ class GroupedProduct:
             HAS_BIAS=self.bias is not None,
             PAIRS_PER_ROW=tiles.num_pairs // inputs.shape[0],
             BY_PAIR=tiling.by_pair,
-            HAS_GATE=gating is not None,
-            HAS_GELU=gating is not None and gating.has_gelu,
-            GATE_FACTOR=1.0 if gating is None else gating.factor,
-            GATE_LIMIT=None if gating is None else gating.limit,
+            HAS_GATE=self._has_gates,
+            HAS_GELU=activation.has_gelu,
+            IS_SQUARED=not activation.has_gates,
+            GATE_FACTOR=activation.factor,
+            GATE_LIMIT=activation.limit,
             TILE_ROWS=tiling.rows,
             TILE_OUTPUTS=tile_outputs,
             TILE_SIZE=tiling.depth,
@@ -115,6 +116,10 @@ class GroupedProduct:
             num_stages=tiling.num_stages,
         )
         return outputs
+
+    @property
+    def _has_gates(self) -> bool:
+        return self.activation is not None and self.activation.has_gates
 
     @property
     def _num_rows(self) -> int:

@@ -1,8 +1,8 @@
 """Experts of quantized checkpoints: the tensors of every expert, or MXFP4 of all of them in one tensor (gpt-oss).
 
 A checkpoint mostly has the linear layers `experts.N.gate_proj`, `up_proj` and `down_proj`, or `w1`, `w3` and `w2`, in
-the format of the other layers. gpt-oss has for each of `gate_up_proj` and `down_proj`, with the outputs of a gate and
-of what it gates alternating,
+the format of the other layers; without gates there is no `gate_proj`. gpt-oss has for each of `gate_up_proj` and
+`down_proj`, with the outputs of a gate and of what it gates alternating,
 
     *_blocks    uint8 [experts, out, in / 32, 16]   pairs of codes of e2m1, the even column in the low half
     *_scales    uint8 [experts, out, in / 32]       the exponent of 2 plus 127
@@ -14,13 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from inflight.common.model_source import ModelError
-from inflight.executor.checkpoint.expert_matrices import PARAMETERS, ExpertMatrices, alternates, is_transposed
+from inflight.executor.checkpoint.expert_matrices import (
+    PARAMETERS,
+    ExpertMatrices,
+    alternates,
+    is_transposed,
+    parameters_of,
+)
 from inflight.executor.checkpoint.quantized_weight import Coded, FloatWeight, Matrix, QuantizedWeight, stacked
 from inflight.executor.formats.layer_tensors import LayerTensors
 from inflight.executor.formats.quantization_config import ANY, check_fields
@@ -29,8 +36,12 @@ WHAT = "MXFP4 checkpoint"
 GROUP_SIZE, BYTES_OF_GROUP = 32, 16
 # The exponent that stands for NaN.
 NAN_EXPONENT = 255
-# Names of an expert's gate, up and down projection.
-NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+# An expert's linear layers, by the parameter of the module that they are part of.
+NAMES: tuple[Mapping[str, tuple[str, ...]], ...] = (
+    {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+    {"up_proj": ("up_proj",), "down_proj": ("down_proj",)},
+)
 _FIELDS: Mapping[str, Any] = {
     "quant_method": ("mxfp4",),
     # Names of layers that are dense in the files.
@@ -81,25 +92,27 @@ def read_mxfp4(config: Mapping[str, Any]) -> Mxfp4:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertTensors:
-    """The tensors of a module of experts in a checkpoint. `names` are those of an expert's layers, or None if one
-    tensor has all experts."""
+    """The tensors of a module of experts in a checkpoint. `names` are those of an expert's layers by the module's
+    parameters, or None if one tensor has all experts."""
 
     name: str
     module: nn.Module
     leaves: Leaves
-    names: tuple[str, str, str] | None
+    names: Mapping[str, tuple[str, ...]] | None
 
     @classmethod
     def of(cls, name: str, module: nn.Module, leaves: Leaves) -> ExpertTensors | None:
         """Returns the tensors of a module; None if they are the module's own parameters."""
-        for names in NAMES:
-            if any(layer.startswith(f"{name}.") and layer.endswith(f".{names[0]}") for layer in leaves):
+        parameters = parameters_of(module)
+        for names in (names for names in NAMES if tuple(names) == parameters):
+            first = names[parameters[0]][0]
+            if any(layer.startswith(f"{name}.") and layer.endswith(f".{first}") for layer in leaves):
                 return cls(name, module, leaves, names)
         return cls(name, module, leaves, None) if f"{PARAMETERS[0]}_blocks" in leaves.get(name, ()) else None
 
     @property
     def num_experts(self) -> int:
-        parameter: Tensor = getattr(self.module, PARAMETERS[0])
+        parameter: Tensor = getattr(self.module, parameters_of(self.module)[0])
         return parameter.shape[0]
 
     def taken(self) -> dict[str, Collection[str]]:
@@ -109,12 +122,12 @@ class ExpertTensors:
         return {
             layer: self.leaves.get(layer, ())
             for expert in range(self.num_experts)
-            for layer in (f"{self.name}.{expert}.{name}" for name in self.names)
+            for layer in (f"{self.name}.{expert}.{name}" for name in chain.from_iterable(self.names.values()))
         }
 
     def read(self, form: LinearFormat, read: ReadTensor) -> Iterator[tuple[str, Tensor | ExpertMatrices]]:
         """Yields the parameters of the module."""
-        for parameter in PARAMETERS:
+        for parameter in parameters_of(self.module):
             shape = getattr(self.module, parameter).shape[1:]
             num_out, num_in = reversed(shape) if is_transposed(self.module) else shape
             found: Tensor | ExpertMatrices
@@ -129,7 +142,7 @@ class ExpertTensors:
     ) -> Tensor | ExpertMatrices:
         """Returns the matrices of the linear layers that are a parameter of the module."""
         assert self.names is not None
-        names = self.names[:2] if parameter == PARAMETERS[0] else self.names[2:]
+        names = self.names[parameter]
         num_out //= len(names)
         layers = [f"{self.name}.{expert}.{name}" for expert in range(self.num_experts) for name in names]
         parts: list[Matrix] = []

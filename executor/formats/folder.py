@@ -68,9 +68,9 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "modelopt_fp4": read_modelopt,
     "mxfp4": read_mxfp4,
 }
-# Names of modules in files, and those of the decoder in transformers: of older architectures (Mixtral, MiniMax-M2), and
-# of models for images, whose decoder is one module of them (Qwen3.5).
-RENAMED_MODULES = ((".block_sparse_moe.", ".mlp."), (".language_model.", "."))
+# Names of modules in files, and those of the decoder in transformers: of older architectures (Mixtral, MiniMax-M2,
+# Nemotron-H), and of models for images, whose decoder is one module of them (Qwen3.5).
+RENAMED_MODULES = ((".block_sparse_moe.", ".mlp."), (".language_model.", "."), ("backbone.", "model."))
 
 
 def quantization_of(folder: Path) -> Mapping[str, Any] | None:

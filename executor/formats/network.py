@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from inflight.common.model_source import ModelError
-from inflight.executor.checkpoint.expert_matrices import PARAMETERS, ExpertMatrices, replace_parameter
+from inflight.executor.checkpoint.expert_matrices import ExpertMatrices, parameters_of, replace_parameter
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
 from inflight.executor.checkpoint.quantized_weight import Matrix, dense_matrix
 
@@ -67,13 +67,13 @@ def _set(network: PreTrainedModel, name: str, weight: Matrix | ExpertMatrices) -
     if parameter.shape != weight.shape:
         raise ModelError(f"{name} has the shape {list(weight.shape)} instead of {list(parameter.shape)}")
     if isinstance(weight, ExpertMatrices):
-        assert leaf in PARAMETERS
+        assert leaf in parameters_of(module)
         replace_parameter(network, module, leaf, weight)
         return
     if isinstance(weight, Tensor):
         if not weight.is_floating_point() or weight.itemsize == 1:
             raise ModelError(f"{name} is of {str(weight.dtype).removeprefix('torch.')}, and has no scales")
-        setattr(module, leaf, nn.Parameter(weight.to(parameter.dtype), requires_grad=False))
+        setattr(module, leaf, nn.Parameter(weight.to(_dtype_of(network, name, parameter)), requires_grad=False))
         return
     if type(module) is nn.Linear:
         network.set_submodule(module_name, QuantizedLinear(weight, module.bias))
@@ -85,6 +85,13 @@ def _set(network: PreTrainedModel, name: str, weight: Matrix | ExpertMatrices) -
     if type(head) is nn.Linear and network.config.tie_word_embeddings:
         # A step reads few rows of the embedding but the whole output layer, which is worth keeping small.
         network.set_submodule(_name_of(network, head), QuantizedLinear(weight, head.bias))
+
+
+def _dtype_of(network: PreTrainedModel, name: str, parameter: Tensor) -> torch.dtype:
+    """Returns the type of a dense parameter. transformers keeps some in float32, such as what corrects the choice of
+    experts."""
+    kept = network._keep_in_fp32_modules_strict or ()
+    return torch.float32 if any(part in name for part in kept) else parameter.dtype
 
 
 def _name_of(network: nn.Module, module: nn.Module) -> str:

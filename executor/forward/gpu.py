@@ -14,6 +14,7 @@ from torch import Tensor
 from inflight.executor.attention.flashinfer import NAME as FLASHINFER
 from inflight.executor.attention.flashinfer import FlashInfer
 from inflight.executor.attention.kv_layout import KvLayout
+from inflight.executor.checkpoint.decoder_weights import SQUARED_RELU
 from inflight.executor.engine.runner import StepSizes
 from inflight.executor.forward.forward import AdapterMemory, Forward, Kv, StateMemory
 from inflight.executor.forward.gpu_memory import free_beside_steps
@@ -42,9 +43,11 @@ class GpuForward(Forward):
 
     @property
     def adapters(self) -> AdapterMemory | None:
-        # Slots have no matrices for the gates of queries, and none that differ from layer to layer in two ways.
+        # Slots have no matrices for the gates of queries, and none that differ from layer to layer in two ways. They
+        # have those of gates of feed-forward layers.
         shape = self.decoder.shape
         has_slots = not shape.has_output_gate and not (shape.recurrent_layers and shape.num_experts)
+        has_slots = has_slots and shape.activation != SQUARED_RELU
         return AdapterMemory.of(self.decoder) if has_slots else None
 
     @property

@@ -25,6 +25,7 @@ from inflight.executor.attention.backend import AttentionBackend, LayerKv, Scori
 from inflight.executor.checkpoint import fp8_weight
 from inflight.executor.checkpoint.decoder_weights import (
     GELU_TANH,
+    SQUARED_RELU,
     DecoderShape,
     DecoderWeights,
     LayerWeights,
@@ -49,6 +50,8 @@ from inflight.executor.gpu.layers import (
     residual_norm_fp8,
     rope_write,
     rotation_table,
+    squared_relu,
+    squared_relu_fp8,
 )
 from inflight.executor.gpu.row_groups import RowGroups
 from inflight.executor.products.coded import CodedWeight, coded_weight
@@ -74,8 +77,9 @@ class FusedLayer:
     """The weights of a layer, fused for multiplication. A recurrent layer has a `mixer` in place of attention, whose
     projections are `qkv` and `output`. With gates of what heads of attention yield, these are the last `num_gates`
     columns of `qkv`. `head_norms` are those of queries and keys. `rotations` are
-    those of `rope_write`. Gate, up and down projection are those of a shared expert if there are `experts`, or None;
-    `inner_size` is the width between them, of all ranks."""
+    those of `rope_write`. Gate, up and down projection are those of a shared expert if there are `experts`, or None,
+    as `experts` are too where a layer has no feed-forward layer; `inner_size` is the width between them, of all
+    ranks."""
 
     input_norm: Tensor | None
     qkv: Weight
@@ -286,7 +290,7 @@ class GpuDecoder:
         attention: StepAttention,
     ) -> Projected:
         """Adds `delta` and what attention yields to the residual stream, in place. Returns what the feed-forward layer
-        adds."""
+        adds, or without one what attention adds."""
         layer, shape = self._layers[index], self.shape
         # Adapters read activations that are not rounded.
         is_rounded = isinstance(layer.qkv, Fp8Weight) and groups is None
@@ -302,11 +306,13 @@ class GpuDecoder:
             attended = layer.mixer.mix(dense(qkv), batch, self._recurrent_states.tensors, self._epsilon)
         product = self._project(index, Product.OUTPUT, attended, layer.output, layer.output_bias, of_attention)
         delta = self._delta(product, layer.attention_output_norm)
+        if layer.down is None and layer.experts is None:
+            return delta
         normed = self._add(hidden, delta, layer.post_attention_norm, is_rounded)
         fed: Projected | None = None
         if layer.gate_up is not None and layer.down is not None:
             gate_up = self._project(index, Product.GATE_UP, normed, layer.gate_up, None, groups)
-            inner = self._gated(gate_up, is_rounded, layer.inner_size)
+            inner = self._activated(gate_up, is_rounded, layer.inner_size)
             fed = self._project(index, Product.DOWN, inner, layer.down, None, groups)
         if layer.experts is not None:
             assert isinstance(normed, Tensor)
@@ -348,13 +354,14 @@ class GpuDecoder:
         parts = self.ranks.all_gather(part.contiguous())
         return parts.transpose(0, 1).flatten(1)[:, :num_columns].contiguous()
 
-    def _gated(self, gate_up: Projected, is_rounded: bool, size: int) -> Tensor | Fp8Rows:
+    def _activated(self, gate_up: Projected, is_rounded: bool, size: int) -> Tensor | Fp8Rows:
         """Returns the inputs of a layer's last product, whole rows; with `is_rounded` in FP8, unless ranks exchange
         them."""
-        has_gelu = self.shape.activation == GELU_TANH
+        is_squared, has_gelu = self.shape.activation == SQUARED_RELU, self.shape.activation == GELU_TANH
         if is_rounded and self.ranks is None:
-            return gated_fp8(gate_up, has_gelu)
-        return self._whole(gated(dense(gate_up), has_gelu), size, PART_INNER_COLUMNS)
+            return squared_relu_fp8(gate_up) if is_squared else gated_fp8(gate_up, has_gelu)
+        inner = squared_relu(dense(gate_up)) if is_squared else gated(dense(gate_up), has_gelu)
+        return self._whole(inner, size, PART_INNER_COLUMNS)
 
     def _add(self, hidden: Tensor, delta: Projected | None, norm: Tensor | None, is_rounded: bool) -> Tensor | Fp8Rows:
         """Adds to the residual stream in place; returns its norm, with `is_rounded` in FP8, or, without a norm, the
@@ -420,6 +427,8 @@ def _fuse(
     parts, down = (layer.shared_gate_up_parts, layer.shared_down) if has_experts else (layer.gate_up_parts, layer.down)
     norms = None if layer.query_norm is None or layer.key_norm is None else (layer.query_norm, layer.key_norm)
     has_gates = shape.has_output_gate and layer.mixer is None
+    if not parts:
+        down = None  # there is no feed-forward layer, or no shared expert
     inner_size = 0 if down is None else down.shape[1]  # before `fuse`, which may take the storage of the matrix
     return FusedLayer(
         input_norm=layer.input_norm,

@@ -13,13 +13,13 @@ from inflight.executor.attention.backend import LayerKv
 from inflight.executor.attention.triton import scales_of
 from inflight.executor.checkpoint.fp8_weight import Fp8Weight
 from inflight.executor.kernels.fp8 import round_rows_kernel
-from inflight.executor.kernels.norms import gated_fp8_kernel, gated_kernel, residual_norm_kernel
+from inflight.executor.kernels.norms import gated_fp8_kernel, gated_kernel, residual_norm_kernel, squared_relu_kernel
 from inflight.executor.kernels.rope_write import rope_write_kernel
 from inflight.executor.kernels.tiling import power_of_two
 from inflight.executor.products.coded import CodedWeight
 
-# Numbers that a program of 4 warps processes at once.
-GATED_TILE = 1024
+# Numbers that a program of 4 warps processes at once, behind a layer's first product.
+INNER_TILE = 1024
 ROPE_TILE = 1024
 
 
@@ -158,7 +158,7 @@ def gated(gate_up: Tensor, has_gelu: bool = False) -> Tensor:
     """Returns `silu(gate) * up`, or with GELU in its approximation by tanh, of `gate_up[T, 2 * size]`."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     outputs = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
-    gated_kernel[(num_rows, -(-size // GATED_TILE))](*(gate_up, outputs, size), TILE=GATED_TILE, HAS_GELU=has_gelu)
+    gated_kernel[(num_rows, -(-size // INNER_TILE))](*(gate_up, outputs, size), TILE=INNER_TILE, HAS_GELU=has_gelu)
     return outputs
 
 
@@ -176,6 +176,32 @@ def gated_fp8(gate_up: Projected, has_gelu: bool = False) -> Fp8Rows:
         num_warps=_row_warps(padded),
     )
     return rows
+
+
+def squared_relu(inputs: Tensor) -> Tensor:
+    """Returns the squares of ReLU of `inputs[T, size]`."""
+    outputs = torch.empty_like(inputs)
+    _launch_squared_relu(inputs, outputs, outputs, INNER_TILE, 4)
+    return outputs
+
+
+def squared_relu_fp8(product: Projected) -> Fp8Rows:
+    """Computes `rounded_rows(squared_relu(…))` by one kernel."""
+    sums, *_ = _sums_and_scales(product)
+    num_rows, size = sums.shape
+    rows, padded = Fp8Rows.empty(num_rows, size, sums), power_of_two(size)
+    _launch_squared_relu(product, rows.numbers, rows.scales, padded, _row_warps(padded))
+    return rows
+
+
+def _launch_squared_relu(product: Projected, outputs: Tensor, scales: Tensor, tile: int, num_warps: int) -> None:
+    num_rows, size = outputs.shape
+    squared_relu_kernel[(num_rows, -(-size // tile))](
+        *(*_sums_and_scales(product), outputs, scales, size),
+        TILE=tile,
+        HAS_SCALES=isinstance(product, Fp8Product),
+        num_warps=num_warps,
+    )
 
 
 def rope_write(

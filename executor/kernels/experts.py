@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from inflight.executor.kernels.coded import decoded_tile
-from inflight.executor.kernels.norms import activated, clamped
+from inflight.executor.kernels.norms import activated, clamped, squared_relu
 
 
 @triton.jit
@@ -19,18 +19,19 @@ def grouped_kernel(
     orders,  # [experts, size] int32: column j of the matrix multiplies input `orders[j]`; unused without HAS_ORDER
     biases,  # [experts, outputs]; unused without HAS_BIAS
     pairs, tile_experts,  # see `routing`; with BY_PAIR `tile_experts` are the experts of pairs, and `pairs` is unused
-    pair_weights,  # [pairs] float32; with HAS_GATE unused
+    pair_weights,  # [pairs] float32; unused with an activation
     outputs,  # [pairs, num_outputs]
     input_stride, size, num_outputs, num_rows, num_scales,
     KIND: tl.constexpr, SCALE_KIND: tl.constexpr, BESIDE: tl.constexpr, HAS_FACTORS: tl.constexpr,
     GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, HAS_ORDER: tl.constexpr, HAS_BIAS: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr, BY_PAIR: tl.constexpr, HAS_GATE: tl.constexpr, HAS_GELU: tl.constexpr,
-    GATE_FACTOR: tl.constexpr, GATE_LIMIT: tl.constexpr,
+    IS_SQUARED: tl.constexpr, GATE_FACTOR: tl.constexpr, GATE_LIMIT: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr, TILE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Multiplies each pair's row by its expert's matrix, of `num_rows` in all, and adds its bias; the outputs are
-    activation(gate) * up, with a GATE_LIMIT clamped, or the products times the pair's weight. Grid: tiles, tiles of
-    outputs. With BY_PAIR a tile has one pair. Pair p reads row `p // PAIRS_PER_ROW`. Without codes KIND is None."""
+    activation(gate) * up, with a GATE_LIMIT clamped, with IS_SQUARED the squares of ReLU, or the products times the
+    pair's weight. Grid: tiles, tiles of outputs. With BY_PAIR a tile has one pair. Pair p reads row
+    `p // PAIRS_PER_ROW`. Without codes KIND is None."""
     tile, lanes = tl.program_id(0), tl.arange(0, TILE_ROWS)
     expert = tl.load(tile_experts + tile).to(tl.int64)
     if expert < 0:
@@ -60,17 +61,23 @@ def grouped_kernel(
         sums = tl.dot(values, weights, sums, input_precision="ieee")
     if HAS_BIAS:
         sums += tl.load(biases + matrix_rows, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    if HAS_GATE:
+    if HAS_GATE or IS_SQUARED:
         # Rounded as a product of its own would be.
         sums = sums.to(outputs.dtype.element_ty).to(tl.float32)
-        gate, up = tl.split(tl.reshape(sums, [TILE_ROWS, TILE_OUTPUTS, 2]))
-        results = activated(gate, up, HAS_GELU) if GATE_LIMIT is None else clamped(gate, up, GATE_FACTOR, GATE_LIMIT)
+        results = squared_relu(sums) if IS_SQUARED else gated_sums(sums, HAS_GELU, GATE_FACTOR, GATE_LIMIT)
     else:
         results = sums * tl.load(pair_weights + pair, mask=has_pair, other=0.0)[:, None]
     output_columns = first + tl.arange(0, TILE_OUTPUTS)
     target = outputs + pair[:, None].to(tl.int64) * num_outputs + output_columns[None, :]
     mask = has_pair[:, None] & (output_columns < num_outputs)[None, :]
     tl.store(target, results.to(outputs.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gated_sums(sums, HAS_GELU: tl.constexpr, FACTOR: tl.constexpr, LIMIT: tl.constexpr):
+    """Returns activation(gate) * up of rows in which gates and what they gate alternate."""
+    gate, up = tl.split(tl.reshape(sums, [sums.shape[0], sums.shape[1] // 2, 2]))
+    return activated(gate, up, HAS_GELU) if LIMIT is None else clamped(gate, up, FACTOR, LIMIT)
 
 
 @triton.jit

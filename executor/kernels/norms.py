@@ -1,4 +1,5 @@
-"""Kernels between the matrix products of a layer, in Triton: residual + RMSNorm, and activation(gate) * up."""
+"""Kernels between the matrix products of a layer, in Triton: residual + RMSNorm, and activations, mostly of
+gates, times what they gate."""
 
 import triton
 import triton.language as tl
@@ -95,6 +96,27 @@ def gated_fp8_kernel(
 
 
 @triton.jit
+def squared_relu_kernel(
+    inputs,  # [rows, size], contiguous, or the sums of a product in FP8 with
+    row_scales, column_scales,  # [rows] and [size] float32
+    outputs,
+    scales,  # [rows] float32, of outputs in FP8, whose rows are one tile; unused without
+    size,
+    TILE: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+):  # fmt: skip
+    """Computes ReLU(x)^2. Grid: rows, tiles of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = columns < size
+    numbers = tl.load(inputs + row * size + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_SCALES:
+        row_scale = tl.load(row_scales + row)
+        numbers = scaled_sums(numbers, row_scale, column_scales, columns, mask, inputs.dtype.element_ty)
+    store_row(squared_relu(numbers).to(inputs.dtype.element_ty), outputs, scales, size, columns)
+
+
+@triton.jit
 def load_gate_and_up(gate_up, row, columns, size):
     """Returns some columns of a row, in float32."""
     mask = columns < size
@@ -120,3 +142,11 @@ def activated(gate, up, HAS_GELU: tl.constexpr):
         # x * (1 + tanh(z)) / 2 = x / (1 + e^-2z) with z = sqrt(2 / pi) * (x + 0.044715 * x^3)
         exponent = gate * (1.5957691 + 0.071354814 * gate * gate)
     return gate / (1.0 + tl.exp(-exponent)) * up
+
+
+@triton.jit
+def squared_relu(x):
+    """Returns ReLU(x)^2."""
+    # A comparison passes NaN on.
+    positive = tl.where(x < 0, 0.0, x)
+    return positive * positive

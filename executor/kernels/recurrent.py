@@ -58,12 +58,14 @@ def conv_inputs(projected, tokens, token_stride, columns, mask, FACTOR: tl.const
 
 
 @triton.jit
-def conv_sums(
-    projected, taps, ring, slot, offsets, start, end, origin, token_stride, columns, is_column, CHANNELS: tl.constexpr,
+def conv_tile(
+    projected, taps, ring, slot, begin, start, end, origin, token_stride, columns, is_column, CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr, PLACES: tl.constexpr, FACTOR: tl.constexpr,
 ):  # fmt: skip
-    """Returns the sums `[rows, columns]` of the inputs up to each of the new positions `start + offsets`."""
-    sums = tl.zeros([offsets.shape[0], columns.shape[0]], tl.float32)
+    """Returns the sums `[TILE, columns]` of the inputs up to each of the new positions from `start + begin` on, the
+    tokens of these `[TILE, 1]`, and which of the sums there are."""
+    offsets = begin + tl.arange(0, TILE)
+    sums = tl.zeros([TILE, columns.shape[0]], tl.float32)
     for tap in tl.static_range(WIDTH):
         back = offsets - (WIDTH - 1 - tap)
         positions = start + back
@@ -80,7 +82,8 @@ def conv_sums(
         )
         weights = tl.load(taps + tap * CHANNELS + columns, mask=is_column, other=0.0)
         sums += tl.where(is_new[:, None], new, old).to(tl.float32) * weights[None, :]
-    return sums
+    tokens = (origin + start + offsets).to(tl.int64)[:, None]
+    return sums, tokens, (start + offsets < end)[:, None] & is_column[None, :]
 
 
 @triton.jit
@@ -128,13 +131,10 @@ def short_conv_kernel(
     ring += slot * slot_stride
     biases = tl.load(bias + columns, mask=is_column, other=0.0)
     for begin in range(split * TILE, end - start, NUM_SPLITS * TILE):
-        offsets = begin + tl.arange(0, TILE)
-        sums = conv_sums(
-            projected, taps, ring, slot, offsets, start, end, origin, token_stride, columns, is_column,
+        sums, tokens, mask = conv_tile(
+            projected, taps, ring, slot, begin, start, end, origin, token_stride, columns, is_column,
             CHANNELS, WIDTH, PLACES, 2 * CHANNELS,
         )  # fmt: skip
-        tokens = (origin + start + offsets).to(tl.int64)[:, None]
-        mask = (start + offsets < end)[:, None] & is_column[None, :]
         after = tl.load(projected + tokens * token_stride + CHANNELS + columns[None, :], mask=mask, other=0.0)
         mixed = (sums + biases[None, :]).to(after.dtype).to(tl.float32)
         result = tl.where(slot >= 0, after.to(tl.float32) * mixed, 0.0)
@@ -189,17 +189,14 @@ def delta_inputs_kernel(
         ring += slot * slot_stride
         factor = tl.where(block < NUM_KEY_HEADS, QUERY_SCALE, 1.0)
         for begin in range(split * TILE, end - start, NUM_SPLITS * TILE):
-            offsets = begin + tl.arange(0, TILE)
-            sums = conv_sums(
-                projected, taps, ring, slot, offsets, start, end, origin, token_stride, columns, is_column,
+            sums, tokens, mask = conv_tile(
+                projected, taps, ring, slot, begin, start, end, origin, token_stride, columns, is_column,
                 CHANNELS, WIDTH, PLACES, 0,
             )  # fmt: skip
             # Rounded as transformers does, which has these numbers in the type of the activations.
             numbers = (sums * sigmoid(sums)).to(projected.dtype.element_ty).to(tl.float32)
             squares = tl.sum(numbers * numbers, 1)
             scales = tl.where(is_key, factor / tl.sqrt(squares + NORM_EPSILON), 1.0)
-            tokens = (origin + start + offsets).to(tl.int64)[:, None]
-            mask = (start + offsets < end)[:, None] & is_column[None, :]
             tl.store(mixed + tokens * CHANNELS + columns[None, :], numbers * scales[:, None], mask=mask)
         if split == 0:
             keep_inputs(
@@ -249,16 +246,13 @@ def mamba2_inputs_kernel(
         ring += slot * slot_stride
         biases = tl.load(bias + columns, mask=is_column, other=0.0)
         for begin in range(split * TILE, end - start, NUM_SPLITS * TILE):
-            offsets = begin + tl.arange(0, TILE)
-            sums = conv_sums(
-                inputs, taps, ring, slot, offsets, start, end, origin, token_stride, columns, is_column,
+            sums, tokens, mask = conv_tile(
+                inputs, taps, ring, slot, begin, start, end, origin, token_stride, columns, is_column,
                 CHANNELS, WIDTH, PLACES, 0,
             )  # fmt: skip
             sums += biases[None, :]
             # Rounded as transformers does, which has these numbers in the type of the activations.
             numbers = (sums * sigmoid(sums)).to(projected.dtype.element_ty).to(tl.float32)
-            tokens = (origin + start + offsets).to(tl.int64)[:, None]
-            mask = (start + offsets < end)[:, None] & is_column[None, :]
             tl.store(mixed + tokens * CHANNELS + columns[None, :], numbers, mask=mask)
         if split == 0:
             keep_inputs(

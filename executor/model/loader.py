@@ -26,7 +26,7 @@ from inflight.executor.attention.flashinfer import FlashInfer, Heads, open_flash
 from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.attention.quantized import check_backend, check_fp8_device, kv_dtypes
 from inflight.executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, register_attention
-from inflight.executor.checkpoint.decoder_weights import SQUARED_RELU, DecoderWeights, read_decoder
+from inflight.executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
 from inflight.executor.checkpoint.expert_matrices import expand_experts, order_experts
 from inflight.executor.checkpoint.fp8_weight import is_fp8_of_rows
 from inflight.executor.checkpoint.longrope import fix_longrope
@@ -277,8 +277,6 @@ def _gpu_forward(weights: _Weights, decoder: DecoderWeights, backend_name: str) 
     layout, shard = weights.layout, weights.shard
     if weights.weight_dtype == "fp8" and decoder.shape.num_experts:
         return "it has experts"
-    if decoder.shape.activation == SQUARED_RELU:
-        return "its feed-forward layers have no gates"
     of_shard = decoder
     if shard.num_ranks > 1:
         if obstacle := undivided_reason(decoder):

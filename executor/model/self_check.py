@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from inflight.common.model_source import ModelError
 from inflight.executor.checkpoint.quiet import quiet_transformers
+from inflight.executor.recurrent.network import mixing_layers
 from inflight.executor.scheduler.sequence import PlanRow, Sampling, Sequence, StepPlan, Stopping
 from inflight.executor.step.batch import StepBatch, pack
 
@@ -57,7 +58,7 @@ class SelfCheckError(ModelError):
 class Expectation:
     """Two prompts and their logits by transformers, `[tokens, vocabulary]`; in half precision also those in float32,
     `exact`. Where layers are compared one by one, `states` are the residual streams before each, `[layers, tokens,
-    hidden]`."""
+    hidden]`, without those that are a feed-forward layer alone."""
 
     prompts: tuple[list[int], list[int]]
     logits: tuple[Tensor, Tensor]
@@ -87,9 +88,9 @@ def expect(network: PreTrainedModel, vocabulary_size: int, *, has_states: bool =
     first, second = computed()
     logits = first.logits[0].float(), second.logits[0].float()
     if has_states:
-        # The last of them is after the last layer.
-        states = torch.cat(first.hidden_states[:-1]), torch.cat(second.hidden_states[:-1])
-        return Expectation(prompts, logits, states=states)
+        layers = mixing_layers(network)
+        of_first, of_second = (torch.cat([of.hidden_states[layer] for layer in layers]) for of in (first, second))
+        return Expectation(prompts, logits, states=(of_first, of_second))
     if network.dtype not in HALVES:
         return Expectation(prompts, logits)
     with InFloat32():

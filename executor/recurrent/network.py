@@ -66,7 +66,13 @@ def recurrent_layers(network: PreTrainedModel) -> tuple[int, ...]:
 
 def attention_layers(network: PreTrainedModel) -> tuple[int, ...]:
     """Returns the numbers of the layers that are attention."""
-    others = {*recurrent_layers(network), *_layers_of_kinds(network, FEED_FORWARD_LAYERS)}
+    recurrent = recurrent_layers(network)
+    return tuple(layer for layer in mixing_layers(network) if layer not in recurrent)
+
+
+def mixing_layers(network: PreTrainedModel) -> tuple[int, ...]:
+    """Returns the numbers of the layers that are recurrent or attention, with which native layers begin."""
+    others = _layers_of_kinds(network, FEED_FORWARD_LAYERS)
     count = network.config.get_text_config(decoder=True).num_hidden_layers
     return tuple(layer for layer in range(count) if layer not in others)
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from inflight.common.model_source import resolve_model
-from inflight.executor.experts.products import Gating
+from inflight.executor.checkpoint.decoder_weights import SQUARED_RELU
+from inflight.executor.experts.products import Activation
 from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.model.loader import load_model
 from tests.kernels.test_coded_experts import FORMATS, assert_products_are_those_of_the_dense_matrices
@@ -24,15 +25,22 @@ def test_layer_is_that_of_torch(num_experts: int, num_rows: int, dtype: torch.dt
     assert_is_that_of_torch(num_experts, num_rows, dtype, gpu)
 
 
+@pytest.mark.parametrize("num_rows", [3, 300])
+def test_layer_without_gates_is_that_of_torch(num_rows: int, gpu: torch.device) -> None:
+    assert_is_that_of_torch(6, num_rows, torch.bfloat16, gpu, SQUARED_RELU)
+
+
 @pytest.mark.parametrize("num_together", [4, 60])
 def test_row_has_the_same_bits_alone_and_in_company(num_together: int, gpu: torch.device) -> None:
     assert_same_bits(num_together, torch.bfloat16, gpu)
 
 
-@pytest.mark.parametrize("gating", [None, Gating()], ids=["down", "gates"])
+@pytest.mark.parametrize("activation", [None, Activation()], ids=["down", "gates"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_products_of_codes_are_those_of_the_dense_matrices(name: str, gating: Gating | None, gpu: torch.device) -> None:
-    assert_products_are_those_of_the_dense_matrices(name, gating, gpu)
+def test_products_of_codes_are_those_of_the_dense_matrices(
+    name: str, activation: Activation | None, gpu: torch.device
+) -> None:
+    assert_products_are_those_of_the_dense_matrices(name, activation, gpu)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -31,9 +31,9 @@ from triton.runtime.jit import JITFunction
 import inflight.executor.attention.triton
 from inflight.executor.attention.backend import KvShape, Scoring
 from inflight.executor.attention.triton import TritonAttention
-from inflight.executor.checkpoint.decoder_weights import CLAMPED, DecoderShape, Rope, Routing
+from inflight.executor.checkpoint.decoder_weights import CLAMPED, SQUARED_RELU, DecoderShape, Rope, Routing
 from inflight.executor.experts.layer import ExpertLayer
-from inflight.executor.experts.products import Gating, GroupedProduct
+from inflight.executor.experts.products import Activation, GroupedProduct
 from inflight.executor.gpu.adapters import AdapterSlots, Product
 from inflight.executor.gpu.idle import idle_processed_sampling
 from inflight.executor.gpu.layers import (
@@ -44,6 +44,8 @@ from inflight.executor.gpu.layers import (
     residual_norm_fp8,
     rope_write,
     rounded_rows,
+    squared_relu,
+    squared_relu_fp8,
 )
 from inflight.executor.gpu.processing import Processing, name_excluded
 from inflight.executor.gpu.row_groups import TILE_ROWS, RowGroups
@@ -142,6 +144,11 @@ QWEN3_30B_SHAPE = replace(experts_of(128, 8, 2048, 768, Routing()), normalizes_e
 GPT_OSS_SHAPE = replace(
     experts_of(32, 4, 2880, 2880, Routing()), activation=CLAMPED, gate_factor=1.702, gate_limit=7.0, has_sinks=True
 )
+NEMOTRON_3_NANO_SHAPE = replace(
+    experts_of(128, 6, 2688, 1856, Routing(has_sigmoid=True, scale=2.5)),
+    activation=SQUARED_RELU,
+    normalizes_experts=True,
+)
 # DeepSeek-V3's router with the sizes of GLM-4.5-Air, and with groups.
 GROUPED_SHAPE = experts_of(128, 8, 4096, 1408, Routing(has_sigmoid=True, num_groups=8, num_chosen_groups=4))
 MIXERS = (
@@ -151,6 +158,7 @@ MIXERS = (
     (MixerShape(4, 144, 2, 6, 12, 16), torch.float32),
     (MixerShape(4, 3328, 1, 48, 128, 64, corrects=False), torch.bfloat16),  # Granite 4.0 H Tiny
     (MixerShape(4, 8448, 1, 128, 128, 64, corrects=False), torch.bfloat16),  # Granite 4.0 H Small
+    (MixerShape(4, 6144, 8, 64, 128, 64, corrects=False), torch.bfloat16),  # Nemotron 3 Nano
     (MixerShape(4, 128, 2, 4, 12, 20, corrects=False), torch.float32),
 )
 
@@ -205,6 +213,7 @@ def main(capability: int, *, is_digest: bool, is_sample: bool) -> None:
         rows = empty(8, 4096, dtype=torch.bfloat16)
         residual_norm_fp8(rows, rows, empty(4096, dtype=torch.bfloat16), 1e-5)
         gated_fp8(empty(8, 2 * 14336, dtype=torch.bfloat16))
+        squared_relu_fp8(empty(8, 14336, dtype=torch.bfloat16))
         launch_scaled()
     launch_layers()
     for matrix in CODED:
@@ -263,6 +272,7 @@ def launch_scaled() -> None:
     rope_write(product(6144), None, words, words, empty(8192, 128, dtype=torch.float32), kv, 1e-5)
     residual_norm_fp8(empty(8, 4096, dtype=torch.bfloat16), product(4096), empty(4096, dtype=torch.bfloat16), 1e-5)
     gated_fp8(product(2 * 14336))
+    squared_relu_fp8(product(14336))
 
 
 def batch_of(lengths: list[int]) -> StepBatch:
@@ -306,6 +316,7 @@ def launch_layers() -> None:
         residual_norm(hidden, None, hidden[0], 1e-5)
         residual_norm(hidden, hidden, hidden[0], 1e-5)
         gated(empty(8, 2 * intermediate_size, dtype=torch.bfloat16))
+        squared_relu(empty(8, intermediate_size, dtype=torch.bfloat16))
         words = empty(8, dtype=torch.int32)
         numbers = empty(8, dtype=torch.float32)
         rows = DrawRows(numbers, words, numbers, numbers, words, words, words, words, empty(9, dtype=torch.int32))
@@ -329,14 +340,17 @@ def launch_coded(matrix: CodedMatrix) -> None:
 
 def launch_experts() -> None:
     """Layers of experts with pairs that are tiles of their own, and with tiles of 16, 64 and 128 rows; a shared expert
-    with a gate; and a rotary embedding of half a head."""
-    for shape, has_correction, num_gates in ((QWEN3_30B_SHAPE, False, 1), (GROUPED_SHAPE, True, 0)):
+    with a gate; experts without gates; and a rotary embedding of half a head."""
+    kinds = ((QWEN3_30B_SHAPE, False, 1), (GROUPED_SHAPE, True, 0), (NEMOTRON_3_NANO_SHAPE, True, 0))
+    for shape, has_correction, num_gates in kinds:
         hidden_size, size, count = shape.hidden_size, shape.intermediate_size, shape.num_experts
+        activation = Activation.of(shape)
+        num_inner = (1 + activation.has_gates) * size
         layer = ExpertLayer(
             shape,
             empty(count + num_gates, hidden_size, dtype=torch.bfloat16),
             empty(count, dtype=torch.float32) if has_correction else None,
-            GroupedProduct(empty(count, 2 * size, hidden_size, dtype=torch.bfloat16), count, Gating()),
+            GroupedProduct(empty(count, num_inner, hidden_size, dtype=torch.bfloat16), count, activation),
             GroupedProduct(empty(count, hidden_size, size, dtype=torch.bfloat16), count),
         )
         for num_rows in (4, 32, 512, 4096):
@@ -365,11 +379,15 @@ def launch_recurrent() -> None:
 
 
 def launch_coded_experts() -> None:
-    """Experts of gpt-oss in MXFP4 with biases; of Qwen3-30B-A3B in FP8 blocks, and in GPTQ with act-order."""
+    """Experts of gpt-oss in MXFP4 with biases; of Qwen3-30B-A3B in FP8 blocks, and in GPTQ with act-order; and of
+    Nemotron 3 Nano in FP8."""
     kinds: dict[str, tuple[DecoderShape, Callable[[tuple[int, int]], CodedMatrix]]] = {
         "mxfp4": (GPT_OSS_SHAPE, lambda size: coded(4, 32, torch.uint8, (FP4.value, E8M0.value), size=size)),
         "fp8": (
             QWEN3_30B_SHAPE, lambda size: coded(8, 128, torch.float32, (FP8.value, PLAIN), row_block=128, size=size),
+        ),
+        "fp8 of matrices": (
+            NEMOTRON_3_NANO_SHAPE, lambda size: coded(8, size[1], torch.float32, (FP8.value, PLAIN), size=size),
         ),
         "gptq": (
             QWEN3_30B_SHAPE, lambda size: coded(4, 128, torch.float16, (INT4.value, PLAIN), torch.uint8, size=size),
@@ -377,20 +395,21 @@ def launch_coded_experts() -> None:
     }  # fmt: skip
     for name, (shape, make) in kinds.items():
         hidden_size, size, count = shape.hidden_size, shape.intermediate_size, shape.num_experts
+        activation = Activation.of(shape)
 
         def product(
-            num_out: int, num_in: int, gating: Gating | None, name: str = name, count: int = count,
+            num_out: int, num_in: int, activation: Activation | None, name: str = name, count: int = count,
             make: Callable[[tuple[int, int]], CodedMatrix] = make,
         ) -> GroupedProduct:  # fmt: skip
             bias = empty(count, num_out, dtype=torch.bfloat16) if name == "mxfp4" else None
             order = empty(count, num_in, dtype=torch.int32) if name == "gptq" else None
-            return GroupedProduct(make((count * num_out, num_in)), count, gating, bias, order)
+            return GroupedProduct(make((count * num_out, num_in)), count, activation, bias, order)
 
         layer = ExpertLayer(
             shape,
             empty(count, hidden_size, dtype=torch.bfloat16),
             None,
-            product(2 * size, hidden_size, Gating.of(shape)),
+            product((1 + activation.has_gates) * size, hidden_size, activation),
             product(hidden_size, size, None),
             empty(count, dtype=torch.bfloat16) if name == "mxfp4" else None,
         )

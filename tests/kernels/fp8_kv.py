@@ -21,6 +21,8 @@ from inflight.executor.gpu.layers import (
     rope_write,
     rotation_table,
     rounded_rows,
+    squared_relu,
+    squared_relu_fp8,
 )
 from tests.kernels.comparison import TOLERANCE, filled
 from tests.support.device.paged_cases import PagedCase, Spec, make_case
@@ -102,6 +104,7 @@ def assert_fused_rounding_changes_nothing(num_rows: int, size: int, device: torc
     assert torch.equal(*streams)
     for has_gelu in (False, True):
         _assert_same(gated_fp8(gate_up, has_gelu), rounded_rows(gated(gate_up, has_gelu)))
+    _assert_same(squared_relu_fp8(gate_up), rounded_rows(squared_relu(gate_up)))
 
 
 def assert_kernels_apply_scales(num_rows: int, size: int, device: torch.device = CPU) -> None:
@@ -115,7 +118,8 @@ def assert_kernels_apply_scales(num_rows: int, size: int, device: torch.device =
     pairs = zip(streams, products, strict=True)
     assert torch.equal(*(residual_norm(stream, delta, weight, 1e-5) for stream, delta in pairs))
     assert torch.equal(*streams)
-    _assert_same(*(gated_fp8(gate_up) for gate_up in products))
+    for activated in (gated_fp8, squared_relu_fp8):
+        _assert_same(*(activated(gate_up) for gate_up in products))
 
     shape, positions = KvShape(1, size // 4), torch.arange(num_rows, device=device)
     rotations = rotation_table(torch.rand(size // 8, device=device), 1.0, num_rows)

@@ -15,7 +15,8 @@ from torch import Tensor
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.executor.checkpoint.quantized_weight import Coded, QuantizedWeight, stacked
 from inflight.executor.experts.layer import ExpertLayer
-from inflight.executor.experts.products import Gating, GroupedProduct
+from inflight.executor.experts.products import Activation, GroupedProduct
+from inflight.executor.formats.loading import load_network
 from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.forward.native import NativeForward
 from inflight.executor.model.loader import load_model
@@ -83,19 +84,23 @@ def multiply(product: GroupedProduct, num_rows: int, device: torch.device = CPU)
     # Small enough for the exponential of a gate.
     hidden = 0.01 * numbers(num_rows, NUM_COLUMNS, seed=3).to(device)
     choice = layer.choose(hidden)
-    return product.multiply(hidden, layer.order(choice.experts, 4), choice.weights if product.gating is None else None)
+    return product.multiply(
+        hidden, layer.order(choice.experts, 4), choice.weights if product.activation is None else None
+    )
 
 
-@pytest.mark.parametrize("gating", [None, Gating()], ids=["down", "gates"])
+@pytest.mark.parametrize("activation", [None, Activation()], ids=["down", "gates"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_products_are_those_of_the_dense_matrices(name: str, gating: Gating | None) -> None:
-    assert_products_are_those_of_the_dense_matrices(name, gating, CPU)
+def test_products_are_those_of_the_dense_matrices(name: str, activation: Activation | None) -> None:
+    assert_products_are_those_of_the_dense_matrices(name, activation, CPU)
 
 
-def assert_products_are_those_of_the_dense_matrices(name: str, gating: Gating | None, device: torch.device) -> None:
+def assert_products_are_those_of_the_dense_matrices(
+    name: str, activation: Activation | None, device: torch.device
+) -> None:
     """In float32."""
     matrix, dense = of_experts(FORMATS[name], device)
-    coded, expected = GroupedProduct(matrix, NUM_EXPERTS, gating), GroupedProduct(dense, NUM_EXPERTS, gating)
+    coded, expected = GroupedProduct(matrix, NUM_EXPERTS, activation), GroupedProduct(dense, NUM_EXPERTS, activation)
     for num_rows in NUM_ROWS_OF_STEPS:
         found, wanted = multiply(coded, num_rows, device), multiply(expected, num_rows, device)
         assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-5
@@ -115,7 +120,7 @@ def test_columns_of_each_expert_may_have_an_order_of_their_own() -> None:
 
 def test_products_of_a_row_do_not_depend_on_the_others() -> None:
     matrix, _ = of_experts(lambda: fp8(16, 128))
-    product = GroupedProduct(matrix, NUM_EXPERTS, Gating())
+    product = GroupedProduct(matrix, NUM_EXPERTS, Activation())
     together = multiply(product, 22).unflatten(0, (22, 2))
     assert torch.equal(multiply(product, 9).unflatten(0, (9, 2)), together[:9])
 
@@ -139,6 +144,7 @@ CASES: dict[str, tuple[str, Encoder, dict[str, Any]]] = {
         compressed("pack-quantized", torch.float32, **INT4, group_size=32),
         compressed_config("pack-quantized", **INT4, group_size=32),
     ),
+    "nemotron-h in NVFP4 of ModelOpt": ("nemotron_h", fp4_of_modelopt, MODEL_OPT),
     "mixtral in NVFP4": (
         "mixtral", fp4_of_compressed_tensors(NVFP4), compressed_config(NVFP4, **compressed_fp4(NVFP4)),
     ),
@@ -205,7 +211,25 @@ def test_layers_are_those_of_transformers_with_the_dense_matrices(name: str, tmp
         assert (ours(ids).logits - theirs(ids).logits).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize(("name", "bytes_each"), [(FP8_BLOCKS, 1 + 4 / 64), ("mixtral in NVFP4", 0.5 + 2 / 16)])
+def test_corrections_of_the_choice_keep_their_precision(tmp_path: Path) -> None:
+    family, encode, config = CASES["nemotron-h in NVFP4 of ModelOpt"]
+    folder = save_quantized(tmp_path / "model", family, config, encode)
+    network, _ = load_network(resolve_model(str(folder)), torch.bfloat16, torch.device("cpu"))
+    read = dict(network.named_parameters())["model.layers.1.mixer.gate.e_score_correction_bias"]
+    stored = load_file(folder / "model.safetensors")
+    expected = next(one for name, one in stored.items() if name.endswith("e_score_correction_bias"))
+    assert expected.dtype == torch.float32
+    assert torch.equal(read, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_each"),
+    [
+        (FP8_BLOCKS, 1 + 4 / 64),
+        ("mixtral in NVFP4", 0.5 + 2 / 16),
+        ("nemotron-h in NVFP4 of ModelOpt", 0.5 + 2 / 16),
+    ],
+)
 def test_experts_stay_as_in_the_file_on_a_cpu(name: str, bytes_each: float, tmp_path: Path) -> None:
     # Loading compares logits with those of transformers' modules, which read the dense matrices.
     family, encode, config = CASES[name]

@@ -17,7 +17,7 @@ from tests.kernels.pins import MAX_SHARED_BYTES, PINS, compile_for, faults, figu
 
 KERNELS = {
     *("attend_kernel", "attend_decodes_kernel", "combine_kernel", "write_kernel", "rope_write_kernel"),
-    *("residual_norm_kernel", "gated_kernel"),
+    *("residual_norm_kernel", "gated_kernel", "squared_relu_kernel"),
     *("restrict_kernel", "draw_kernel", "choose_kernel", "resolve_kernel", "follow_tables_kernel"),
     *("shrink_kernel", "expand_kernel", "coded_product_kernel", "add_splits_kernel", "decode_kernel"),
     *("score_experts_kernel", "choose_experts_kernel", "order_pairs_kernel", "grouped_kernel", "add_experts_kernel"),

@@ -24,9 +24,9 @@ from transformers import (
 from triton.runtime.interpreter import GridExecutor
 
 from inflight.common.model_source import resolve_model
-from inflight.executor.checkpoint.decoder_weights import DecoderShape, Rope, Routing
+from inflight.executor.checkpoint.decoder_weights import SILU, SQUARED_RELU, DecoderShape, Rope, Routing
 from inflight.executor.experts.layer import ExpertLayer
-from inflight.executor.experts.products import Gating, GroupedProduct
+from inflight.executor.experts.products import Activation, GroupedProduct
 from inflight.executor.experts.tiling import expert_tiling
 from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.model import self_check
@@ -122,6 +122,7 @@ def shape_of(num_experts: int, num_chosen: int, routing: Routing = Routing(), **
 def layer_of(shape: DecoderShape, *, has_correction: bool = False, num_scores: int | None = None) -> ExpertLayer:
     """A layer with random weights."""
     generator = torch.Generator().manual_seed(shape.num_experts)
+    activation = Activation.of(shape)
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator)
@@ -130,7 +131,9 @@ def layer_of(shape: DecoderShape, *, has_correction: bool = False, num_scores: i
         shape,
         random(num_scores or shape.num_experts, HIDDEN),
         random(shape.num_experts) if has_correction else None,
-        GroupedProduct(0.2 * random(shape.num_experts, 2 * INNER, HIDDEN), shape.num_experts, Gating()),
+        GroupedProduct(
+            0.2 * random(shape.num_experts, (1 + activation.has_gates) * INNER, HIDDEN), shape.num_experts, activation
+        ),
         GroupedProduct(0.2 * random(shape.num_experts, HIDDEN, INNER), shape.num_experts),
     )
 
@@ -226,8 +229,13 @@ def expected_outputs(layer: ExpertLayer, hidden: Tensor) -> Tensor:
     """The sums of the experts' outputs, in float64."""
     experts, weights = expected_choice(layer, hidden)
     gate_up, down = (dense_of(one).double()[experts] for one in (layer.gate_up, layer.down))
-    gate, up = torch.einsum("rkoi,ri->rko", gate_up, hidden.double()).chunk(2, -1)
-    products = torch.einsum("rkoi,rki->rko", down, functional.silu(gate) * up)
+    inner = torch.einsum("rkoi,ri->rko", gate_up, hidden.double())
+    if layer.shape.activation == SQUARED_RELU:
+        inner = functional.relu(inner).square()
+    else:
+        gate, up = inner.chunk(2, -1)
+        inner = functional.silu(gate) * up
+    products = torch.einsum("rkoi,rki->rko", down, inner)
     return (products * weights[..., None]).sum(1)
 
 
@@ -238,9 +246,17 @@ def test_layer_is_that_of_torch(num_experts: int, num_rows: int, dtype: torch.dt
     assert_is_that_of_torch(num_experts, num_rows, dtype, torch.device("cpu"))
 
 
-def assert_is_that_of_torch(num_experts: int, num_rows: int, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(("num_experts", "num_rows"), [(24, 3), (3, 25)])
+def test_layer_without_gates_is_that_of_torch(num_experts: int, num_rows: int) -> None:
+    assert_is_that_of_torch(num_experts, num_rows, torch.float32, torch.device("cpu"), SQUARED_RELU)
+
+
+def assert_is_that_of_torch(
+    num_experts: int, num_rows: int, dtype: torch.dtype, device: torch.device, activation: str = SILU
+) -> None:
     """A layer of two experts a row yields what torch computes of the same weights in float64."""
-    layer, hidden = placed(layer_of(shape_of(num_experts, 2)), dtype, device), rows_of(num_rows).to(device, dtype)
+    shape = shape_of(num_experts, 2, activation=activation)
+    layer, hidden = placed(layer_of(shape), dtype, device), rows_of(num_rows).to(device, dtype)
     # Numbers are around 1; bfloat16 has 8 bits, float16 11, and both are used four times.
     tolerance = {torch.float32: 1e-5, torch.float16: 5e-3}.get(dtype, 5e-2)
     expected = expected_outputs(placed(layer, torch.float32, device), hidden.float())

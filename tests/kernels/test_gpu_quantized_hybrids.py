@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PretrainedConfig, Qwen3_5TextConfig
+from transformers import NemotronHConfig, PretrainedConfig, Qwen3_5TextConfig
 
 import inflight.common.model_source as model_source
 from inflight.common.model_source import resolve_model
@@ -22,7 +22,7 @@ from inflight.executor.model.model import PagedModel
 from inflight.executor.products.coded import CodedMatrix, CodedWeight
 from tests.kernels.test_coded_experts import MODEL_OPT
 from tests.kernels.test_gpu_recurrent import check_logits
-from tests.support.checkpoints.float_checkpoints import fp4_of_modelopt, fp8_in_blocks
+from tests.support.checkpoints.float_checkpoints import fp4_of_modelopt, fp8_in_blocks, fp8_of_matrices
 from tests.support.checkpoints.gguf_models import save_gguf_model
 from tests.support.checkpoints.quantized_checkpoints import (
     CONFIGS,
@@ -54,6 +54,14 @@ CASES: dict[str, tuple[str, Encoder, dict[str, Any]]] = {
         compressed_config("float-quantized", **CHANNELS),
     ),
     "lfm2 in AWQ": ("lfm2", awq(32), awq_config(32)),
+    "nemotron-h in FP8 of ModelOpt": (
+        "nemotron_h",
+        fp8_of_matrices("weight_scale", input_scale=torch.tensor(0.1)),
+        MODEL_OPT | {"quant_algo": "FP8"},
+    ),
+    "nemotron-h in GPTQ with act-order": (
+        "nemotron_h", gptq(4, 32, has_act_order=True), gptq_config(4, 32, desc_act=True),
+    ),
 }  # fmt: skip
 
 
@@ -74,7 +82,8 @@ def assert_keeps_codes(layer: FusedLayer) -> None:
             continue
         assert isinstance(weight, CodedWeight)
         dense = [part for part in weight.parts if isinstance(part, Tensor)]
-        num_gates = 0 if weight is not layer.qkv or layer.mixer is None else 2 * layer.mixer.shape.num_heads
+        has_gates = weight is layer.qkv and layer.mixer is not None and layer.mixer.shape.corrects
+        num_gates = 2 * layer.mixer.shape.num_heads if layer.mixer is not None and has_gates else 0
         assert sum(part.shape[0] for part in dense) == num_gates
         assert len(dense) <= 1, "those that the checkpoint leaves dense are one product"
     if layer.experts is not None:
@@ -145,7 +154,18 @@ def test_gguf_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 HEADS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_value_head_dim": 16}
 
 
-@pytest.mark.parametrize("config", [CONFIGS["lfm2"], Qwen3_5TextConfig(**HYBRID | HEADS)], ids=["lfm2", "qwen3.5"])
+# The same of the time steps of Mamba 2.
+NEMOTRON_H = NemotronHConfig(
+    **CONFIGS["nemotron_h"].to_dict()
+    | {"layers_block_type": ["linear_attention", "linear_attention", "mlp", "full_attention"], "mamba_num_heads": 16}
+)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [CONFIGS["lfm2"], Qwen3_5TextConfig(**HYBRID | HEADS), NEMOTRON_H],
+    ids=["lfm2", "qwen3.5", "nemotron-h"],
+)
 def test_fp8_of_weights_and_kv(config: PretrainedConfig, tmp_path: Path) -> None:
     # Loading compares each layer with that of transformers, in chunks and decodes.
     folder = save_model(config, tmp_path / "model", has_random_vectors=True)

@@ -16,12 +16,13 @@ from transformers import (
     AutoModelForCausalLM,
     GraniteMoeHybridConfig,
     Lfm2Config,
+    NemotronHConfig,
     PretrainedConfig,
     Qwen3_5TextConfig,
 )
 
 from inflight.common.kv_size import num_slots
-from inflight.common.model_source import resolve_model
+from inflight.common.model_source import ModelError, resolve_model
 from inflight.common.settings import SettingError
 from inflight.executor.adapters.peft_files import parse, read_files
 from inflight.executor.adapters.weights import AdapterLimits
@@ -97,6 +98,25 @@ FAMILY["granite_hybrid"] = GraniteMoeHybridConfig(
     mamba_n_groups=2,
     mamba_d_state=20,
     residual_multiplier=0.6,
+)
+# Mamba 2 with experts behind it, Mamba 2 alone, and attention with a feed-forward layer.
+NEMOTRON_H: dict[str, Any] = {
+    **sizes(hidden_size=60, intermediate_size=72, num_attention_heads=5, num_key_value_heads=1, head_dim=12),
+    "initializer_range": 0.1,
+    "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp"],
+    "mamba_num_heads": 2,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 20,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "routed_scaling_factor": 1.5,
+}
+FAMILY["nemotron_h"] = NemotronHConfig(**NEMOTRON_H)
+WITHOUT_EXPERTS = NemotronHConfig(
+    **NEMOTRON_H | {"layers_block_type": ["linear_attention", "linear_attention", "full_attention", "mlp"]}
 )
 SHAPES = {
     "lfm2": MixerShape(4, 10),
@@ -288,13 +308,20 @@ def test_logits_with_an_adapter_are_those_of_the_merged_model(tmp_path: Path) ->
     check_logits(folder, model, 5, (4, 1))
 
 
-def test_adapters_beside_gates_of_attention_are_refused(tmp_path: Path) -> None:
-    folder = save_model(FAMILY["qwen3_5"], tmp_path / "model")
+@pytest.mark.parametrize("config", [FAMILY["qwen3_5"], WITHOUT_EXPERTS], ids=["gates of attention", "no gates"])
+def test_adapters_of_products_that_slots_have_not_are_refused(config: PretrainedConfig, tmp_path: Path) -> None:
+    folder = save_model(config, tmp_path / "model")
     settings = ExecutorSettings(
         model=str(folder), device="cpu", dtype="float32", attention_backend="triton", adapter_folder=tmp_path
     )
     with pytest.raises(SettingError, match="adapters of models with gates of attention"):
         load_executor(settings)
+
+
+def test_experts_with_projections_in_common_are_refused(tmp_path: Path) -> None:
+    folder = save_model(NemotronHConfig(**NEMOTRON_H | {"moe_latent_size": 32}), tmp_path / "model")
+    with pytest.raises(ModelError, match="its experts have projections in common"):
+        load(folder)
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from inflight.executor.attention.backend import KvShape
 from inflight.executor.attention.triton import TritonAttention
-from inflight.executor.gpu.layers import gated, residual_norm, rope_write, rotation_table
+from inflight.executor.gpu.layers import gated, residual_norm, rope_write, rotation_table, squared_relu
 
 CPU = torch.device("cpu")
 
@@ -51,6 +51,12 @@ def test_gated_is_silu_times_up() -> None:
     gate_up = torch.randn(3, 2 * 1100) * 4
     expected = torch.nn.functional.silu(gate_up[:, :1100]) * gate_up[:, 1100:]
     torch.testing.assert_close(gated(gate_up), expected)
+
+
+def test_squares_of_relu_are_those_of_torch() -> None:
+    inputs = torch.randn(3, 1100)
+    inputs[1, 7] = float("nan")
+    torch.testing.assert_close(squared_relu(inputs), torch.nn.functional.relu(inputs).square(), equal_nan=True)
 
 
 def rotated(heads: Tensor, angles: Tensor) -> Tensor:

@@ -70,8 +70,10 @@ def test_stages_without_time_are_left_out_and_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_dry_run_measures_a_stack_with_a_model_that_it_makes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("models", "stacks"), [("models", ["stack-8b"]), ("models-hybrid", ["hybrid-fp8", "mamba2"])])
+def test_dry_run_measures_stacks_with_models_that_it_makes(models: str, stacks: list[str], tmp_path: Path) -> None:
     places = ["--out", str(tmp_path / "out"), "--models", str(tmp_path / "models")]
-    status = main(["--dry", *places, "--stages", "models,stack-8b"])
+    status = main(["--dry", *places, "--stages", ",".join([models, *stacks])])
     assert status == 0, (tmp_path / "out" / "session.json").read_text()
-    assert (tmp_path / "out" / "gpu-session-stack-8b.json").exists()
+    for stack in stacks:
+        assert (tmp_path / "out" / f"gpu-session-{stack}.json").exists()

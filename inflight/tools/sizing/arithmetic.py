@@ -376,10 +376,11 @@ def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: i
         return 0
     num_layers, max_rank = shape.num_layers, options.max_adapter_rank
     if machine.is_gpu:
-        if shape.sizes.has_gates or (shape.recurrent and shape.has_experts):
+        has_bare_layers = shape.recurrent is not None and shape.recurrent.num_feed_forward > 0
+        if shape.sizes.has_gates or has_bare_layers or (shape.recurrent and shape.has_experts):
             raise SettingError(
-                "adapters of models with gates of attention, or with recurrent layers and experts, need a CPU: "
-                "give --memory-gib"
+                "adapters of models with gates of attention, with feed-forward layers without gates, or with recurrent "
+                "layers and experts need a CPU: give --memory-gib"
             )
         slot_bytes = gpu_adapter_slot_bytes(
             num_layers, shape.sizes, max_rank, BYTES_PER_NUMBER[dtype], has_experts=shape.has_experts

@@ -293,7 +293,7 @@ def _role(name: str, shape: list[int]) -> Role:
         return Role.VECTOR
     if ".experts." in name:
         return Role.EXPERT
-    if "embed_tokens" in name or name.endswith("wte.weight"):
+    if "embed_tokens" in name or name.endswith(("wte.weight", ".embeddings.weight")):
         return Role.EMBEDDING
     return Role.HEAD if name.startswith("lm_head.") else Role.MATRIX
 

@@ -121,11 +121,7 @@ def _adapters(settings: ExecutorSettings, forward: Forward, group: WorkerGroup |
     memory = forward.adapters
     # Those that run by transformers on a GPU have no recurrent layers.
     if memory is None and forward.states is not None and forward.backend_name == "triton":
-        raise SettingError(
-            f"{what}: adapters of models with gates of attention, or with recurrent layers and experts, need a CPU"
-        )
-    if memory is None and forward.routes_by_itself:
-        raise SettingError(f"{what}: adapters of models with experts in some layers only need a GPU")
+        raise SettingError(f"{what}: adapters of models with gates of attention need a CPU")
     if memory is None:
         raise SettingError(
             f"{what} needs a native forward pass, and this model runs with that of transformers on "
@@ -165,7 +161,7 @@ def _allocate(settings: ExecutorSettings, model: PagedModel, group: WorkerGroup 
         budget = (device_bytes - host_tier_bytes, settings.kv_cache_free_gpu_mem_fraction)
     kv_budget = KvBudget(settings.max_tokens_in_paged_kv_cache, *budget)
     if forward.states is not None:
-        return _allocate_hybrid(settings, model, limits, kv_budget, forward.states)
+        return _allocate_hybrid(settings, model, limits, kv_budget, forward.states, group)
     num_blocks = num_kv_blocks(kv_budget, block_size, bytes_per_block)
     groups = choose_kv_groups(settings, forward, limits, num_blocks)
     if groups is None:
@@ -181,7 +177,12 @@ def _allocate(settings: ExecutorSettings, model: PagedModel, group: WorkerGroup 
 
 
 def _allocate_hybrid(
-    settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits, budget: KvBudget, states: StateMemory
+    settings: ExecutorSettings,
+    model: PagedModel,
+    limits: SchedulerLimits,
+    budget: KvBudget,
+    states: StateMemory,
+    group: WorkerGroup | None,
 ) -> tuple[int, SchedulerLimits]:
     """The same for a model with recurrent layers, whose state is a second kind of cache."""
     if settings.kv_cache_host_memory_bytes and not limits.is_overcommitted:
@@ -210,7 +211,7 @@ def _allocate_hybrid(
         bytes_per_block,
         slot_bytes,
         sizes.num_seats,
-        _free_host_bytes(None) - taken_bytes,
+        _free_host_bytes(group) - taken_bytes,
     )
     states.reserve(StateSizes(sizes.num_slots, sizes.num_checkpoints, limits.max_drafts))
     model.allocate_kv(sizes.num_blocks, block_size)

@@ -42,10 +42,8 @@ class GpuForward(Forward):
 
     @property
     def adapters(self) -> AdapterMemory | None:
-        # Slots have no matrices for the gates of queries, and none that differ from layer to layer in two ways.
-        shape = self.decoder.shape
-        has_slots = not shape.has_output_gate and not (shape.recurrent_layers and shape.num_experts)
-        return AdapterMemory.of(self.decoder) if has_slots else None
+        # Slots have no matrices for the gates of queries.
+        return None if self.decoder.shape.has_output_gate else AdapterMemory.of(self.decoder)
 
     @property
     def routes_by_itself(self) -> bool:
@@ -56,7 +54,7 @@ class GpuForward(Forward):
         states = self.decoder.recurrent_states
         if states is None:
             return None
-        return StateMemory(states.slot_bytes, states.checkpoint_bytes, states.grid_tokens, states.reserve, states.slots)
+        return StateMemory.of(states)
 
     def free_device_bytes(self, sizes: StepSizes) -> int | None:
         return free_beside_steps(self.decoder, self.layout, sizes)

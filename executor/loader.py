@@ -161,6 +161,11 @@ def _allocate(settings: ExecutorSettings, model: PagedModel, group: WorkerGroup 
         budget = (device_bytes - host_tier_bytes, settings.kv_cache_free_gpu_mem_fraction)
     kv_budget = KvBudget(settings.max_tokens_in_paged_kv_cache, *budget)
     if forward.states is not None:
+        if settings.kv_cache_host_memory_bytes and not limits.is_overcommitted:
+            raise SettingError(
+                "kv_cache_host_memory_bytes keeps preempted sequences of models with recurrent layers, and only "
+                "batch_scheduler_policy=max_utilization with batching=inflight preempts"
+            )
         return _allocate_hybrid(settings, model, limits, kv_budget, forward.states, group)
     num_blocks = num_kv_blocks(kv_budget, block_size, bytes_per_block)
     groups = choose_kv_groups(settings, forward, limits, num_blocks)
@@ -185,11 +190,6 @@ def _allocate_hybrid(
     group: WorkerGroup | None,
 ) -> tuple[int, SchedulerLimits]:
     """The same for a model with recurrent layers, whose state is a second kind of cache."""
-    if settings.kv_cache_host_memory_bytes and not limits.is_overcommitted:
-        raise SettingError(
-            "kv_cache_host_memory_bytes keeps preempted sequences of models with recurrent layers, and only "
-            "batch_scheduler_policy=max_utilization with batching=inflight preempts"
-        )
     block_size, slot_bytes = settings.tokens_per_block, states.slot_bytes(limits.max_drafts)
     bytes_per_block = model.forward.layout.bytes_per_block(block_size)
     sizes = hybrid_sizes(

@@ -122,11 +122,8 @@ def _adapters(settings: ExecutorSettings, forward: Forward, group: WorkerGroup |
     # Those that run by transformers on a GPU have no recurrent layers.
     if memory is None and forward.states is not None and forward.backend_name == "triton":
         raise SettingError(
-            f"{what}: adapters of models with gates of attention, with feed-forward layers without gates, or with "
-            "recurrent layers and experts need a CPU"
+            f"{what}: adapters of models with gates of attention, or with feed-forward layers without gates, need a CPU"
         )
-    if memory is None and forward.routes_by_itself:
-        raise SettingError(f"{what}: adapters of models with experts in some layers only need a GPU")
     if memory is None:
         raise SettingError(
             f"{what} needs a native forward pass, and this model runs with that of transformers on "
@@ -166,7 +163,12 @@ def _allocate(settings: ExecutorSettings, model: PagedModel, group: WorkerGroup 
         budget = (device_bytes - host_tier_bytes, settings.kv_cache_free_gpu_mem_fraction)
     kv_budget = KvBudget(settings.max_tokens_in_paged_kv_cache, *budget)
     if forward.states is not None:
-        return _allocate_hybrid(settings, model, limits, kv_budget, forward.states)
+        if settings.kv_cache_host_memory_bytes and not limits.is_overcommitted:
+            raise SettingError(
+                "kv_cache_host_memory_bytes keeps preempted sequences of models with recurrent layers, and only "
+                "batch_scheduler_policy=max_utilization with batching=inflight preempts"
+            )
+        return _allocate_hybrid(settings, model, limits, kv_budget, forward.states, group)
     num_blocks = num_kv_blocks(kv_budget, block_size, bytes_per_block)
     groups = choose_kv_groups(settings, forward, limits, num_blocks)
     if groups is None:
@@ -182,14 +184,14 @@ def _allocate(settings: ExecutorSettings, model: PagedModel, group: WorkerGroup 
 
 
 def _allocate_hybrid(
-    settings: ExecutorSettings, model: PagedModel, limits: SchedulerLimits, budget: KvBudget, states: StateMemory
+    settings: ExecutorSettings,
+    model: PagedModel,
+    limits: SchedulerLimits,
+    budget: KvBudget,
+    states: StateMemory,
+    group: WorkerGroup | None,
 ) -> tuple[int, SchedulerLimits]:
     """The same for a model with recurrent layers, whose state is a second kind of cache."""
-    if settings.kv_cache_host_memory_bytes and not limits.is_overcommitted:
-        raise SettingError(
-            "kv_cache_host_memory_bytes keeps preempted sequences of models with recurrent layers, and only "
-            "batch_scheduler_policy=max_utilization with batching=inflight preempts"
-        )
     block_size, slot_bytes = settings.tokens_per_block, states.slot_bytes(limits.max_drafts)
     bytes_per_block = model.forward.layout.bytes_per_block(block_size)
     sizes = hybrid_sizes(
@@ -211,7 +213,7 @@ def _allocate_hybrid(
         bytes_per_block,
         slot_bytes,
         sizes.num_seats,
-        _free_host_bytes(None) - taken_bytes,
+        _free_host_bytes(group) - taken_bytes,
     )
     states.reserve(StateSizes(sizes.num_slots, sizes.num_checkpoints, limits.max_drafts))
     model.allocate_kv(sizes.num_blocks, block_size)

@@ -1,14 +1,18 @@
-"""A device that computes nothing: a step takes as long as a formula says, and yields the tokens that are to come."""
+"""A device that computes nothing: a step takes as long as a formula says, and yields the tokens that are to come.
+
+With recurrent layers it yields others where the state that a sequence goes on from is not its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from inflight.bench.simulation.recurrent_states import ModelledStates
 from inflight.bench.timeline.timeline import US_PER_S
 from inflight.executor.engine.runner import PendingStep
 from inflight.executor.engine.step_time import StepLoad
-from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
+from inflight.executor.scheduler.sequence import NO_LOGPROBS, Sequence, StepPlan, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +74,12 @@ class _Step:
 class ModelledDevice:
     """Runs steps one after the other. `next_token(request_id, offset)` says what a row yields."""
 
-    def __init__(self, cost: StepCost, next_token: Callable[[str, int], int]) -> None:
+    def __init__(
+        self, cost: StepCost, next_token: Callable[[str, int], int], *, has_recurrent_layers: bool = False
+    ) -> None:
         self._cost = cost
         self.next_token = next_token
+        self.states = ModelledStates(self._token_of) if has_recurrent_layers else None
         self.free_s = 0.0
         """When the steps that were launched have ended."""
         # The turn of the loop that is being made: nothing begins before it.
@@ -85,14 +92,19 @@ class ModelledDevice:
         self.num_launched += 1
         began_s = max(self.now_s, self.free_s)
         self.free_s = began_s + self._cost.of(plan)
+        are_right = [True] * plan.num_rows if self.states is None else self.states.run(plan)
         sampled = tuple(
-            self.next_token(sequence.request_id, start + length - sequence.num_prompt_tokens)
-            for sequence, start, length, samples in zip(
-                plan.sequences, plan.starts, plan.lengths, plan.samples, strict=True
+            self._token_of(sequence, start + length) + (not is_right)
+            for sequence, start, length, samples, is_right in zip(
+                plan.sequences, plan.starts, plan.lengths, plan.samples, are_right, strict=True
             )
             if samples
         )
         return _Step(began_s, self.free_s, self._cost.copies_of(plan), sampled, self)
+
+    def _token_of(self, sequence: Sequence, position: int) -> int:
+        offset = position - sequence.num_prompt_tokens
+        return sequence.token_ids[position] if offset < 0 else self.next_token(sequence.request_id, offset)
 
     def close(self) -> None:
         """Does nothing: the device holds no resources."""

@@ -58,6 +58,8 @@ class ExecutorShape:
     num_checkpoints: int | None = None
     """Of recurrent state, at each `grid_blocks` blocks; None: no layer is recurrent."""
     grid_blocks: int = 1
+    num_host_slots: int = 0
+    """Of recurrent state, beside host blocks."""
     overlap: bool = True
     max_inter_token_ms: float = 0.0
     cost: StepCost = field(default=H200)
@@ -66,7 +68,12 @@ class ExecutorShape:
         """The limits of the scheduler."""
         states = None
         if self.num_checkpoints is not None:
-            states = StateLimits(num_slots(self.num_seats), self.num_checkpoints, self.grid_blocks * self.block_size)
+            states = StateLimits(
+                num_slots(self.num_seats),
+                self.num_checkpoints,
+                self.grid_blocks * self.block_size,
+                num_host_slots=self.num_host_slots,
+            )
         return SchedulerLimits(
             max_num_sequences=self.num_seats,
             num_standby_sequences=self.num_standby,
@@ -102,7 +109,11 @@ class SimExecutor:
         self._checker = checker
         self._random = random.Random(f"{seed}/{executor_id}/{generation}")
         self._requests: dict[str, SimRequest] = {}
-        self.device = ModelledDevice(shape.cost, lambda request_id, offset: self._requests[request_id].token(offset))
+        self.device = ModelledDevice(
+            shape.cost,
+            lambda request_id, offset: self._requests[request_id].token(offset),
+            has_recurrent_layers=shape.num_checkpoints is not None,
+        )
         self.scheduler = Scheduler(shape.limits(), BlockPool(shape.num_blocks, shape.block_size))
         self.engine = Engine(
             self.scheduler,

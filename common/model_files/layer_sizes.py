@@ -10,22 +10,21 @@ BYTES_PER_NUMBER = {"bfloat16": 2, "float32": 4}
 # and `PART_INNER_COLUMNS` of decoder.h.
 PART_COLUMNS = 32
 PART_INNER_COLUMNS = 64
-# The first of `LayerSizes.products`, which adapters change beside experts.
-NUM_ATTENTION_PRODUCTS = 2
 # Rows of the smallest matrix instruction of a GPU: `MIN_ROWS` of executor/kernels/tiling.py.
 LEAST_GPU_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Lengths of the rows between the projections of a layer: `attention` of all heads, `kv` of all KV heads. With
-    `has_gates` the projection of queries yields as many gates as well."""
+    """Lengths of the rows between the projections of a layer: `attention` of all heads, `kv` of all KV heads, `mixer`
+    of what a recurrent layer yields. With `has_gates` the projection of queries yields as many gates as well."""
 
     hidden: int
     attention: int
     kv: int
     inner: int
     has_gates: bool = False
+    mixer: int = 0
 
     def of_rank(self, num_ranks: int, kv: int) -> LayerSizes:
         """Returns the outputs that the first rank has, which has the most; `kv` are those of its keys."""
@@ -37,16 +36,23 @@ class LayerSizes:
         )
         return LayerSizes(hidden, self.attention // num_ranks, kv, inner, self.has_gates)
 
-    def products(self, outputs: LayerSizes) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """Returns the inputs of each product, and the outputs of the projections that it computes. `outputs` are the
-        sizes that a rank has of the outputs."""
+    def adapted_products(
+        self, outputs: LayerSizes, num_layers: int, num_recurrent: int, *, has_experts: bool
+    ) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+        """Returns the products that adapters change: in how many layers, the inputs, and the outputs of the projections
+        that it computes. `outputs` are the sizes that a rank has of the outputs. Experts have no adapters, and of the
+        projections of recurrent layers the last one has some."""
         queries = outputs.attention * (2 if outputs.has_gates else 1)
-        return (
-            (self.hidden, (queries, outputs.kv, outputs.kv)),
-            (self.attention, (outputs.hidden,)),
-            (self.hidden, (outputs.inner, outputs.inner)),
-            (self.inner, (outputs.hidden,)),
+        num_attention = num_layers - num_recurrent
+        of_mixing = (
+            (num_attention, self.hidden, (queries, outputs.kv, outputs.kv)),
+            (num_attention, self.attention, (outputs.hidden,)),
+            (num_recurrent, self.mixer, (outputs.hidden,)),
         )
+        if has_experts:
+            return of_mixing
+        of_feed_forward = (self.hidden, (outputs.inner, outputs.inner)), (self.inner, (outputs.hidden,))
+        return (*of_mixing, *((num_layers, *one) for one in of_feed_forward))
 
 
 def columns_of_rank(count: int, num_ranks: int, multiple: int) -> int:
@@ -60,11 +66,16 @@ def gpu_adapter_rank(max_rank: int) -> int:
 
 
 def gpu_adapter_slot_bytes(
-    num_layers: int, sizes: LayerSizes, max_rank: int, number_bytes: int, *, has_experts: bool
+    num_layers: int,
+    sizes: LayerSizes,
+    max_rank: int,
+    number_bytes: int,
+    *,
+    has_experts: bool,
+    num_recurrent: int = 0,
 ) -> int:
-    """Returns the memory of a slot on a GPU for an adapter of all seven projections, or of the four of attention beside
-    experts, which have no adapters."""
-    rank = gpu_adapter_rank(max_rank)
-    products = sizes.products(sizes)[: NUM_ATTENTION_PRODUCTS if has_experts else None]
-    numbers = sum(rank * (len(widths) * depth + sum(widths)) for depth, widths in products)
-    return num_layers * numbers * number_bytes
+    """Returns the memory of a slot on a GPU for an adapter of all projections that may have one. `num_recurrent` of the
+    layers are recurrent."""
+    products = sizes.adapted_products(sizes, num_layers, num_recurrent, has_experts=has_experts)
+    numbers = sum(count * (len(widths) * depth + sum(widths)) for count, depth, widths in products)
+    return gpu_adapter_rank(max_rank) * numbers * number_bytes

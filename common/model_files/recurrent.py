@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # By `model_type` of the configuration of the decoder: the kinds of its layers, as in `layer_types`, that are recurrent.
@@ -24,22 +24,98 @@ DELTA_GRID = 64
 DELTA_PLACES = 2 * DELTA_GRID
 
 
+# A rank's channels of a short convolution are a multiple of this: numbers of the smallest vector of the C++ code.
+CHANNELS_MULTIPLE = 16
+
+
 @dataclass(frozen=True, slots=True)
 class RecurrentShape:
-    """The recurrent layers of a model. `num_feed_forward` are neither these nor attention.
+    """The recurrent layers of a model: convolutions of `channels` over `conv_width` positions and, but for short
+    convolutions, `num_heads` states of `key_dim` times `value_dim` numbers on `num_key_heads` heads of keys. With
+    `corrects` they are gated delta nets, else Mamba 2.
 
-    A slot without drafts and a checkpoint have `input_numbers` of the type of the activations in all layers; besides
-    these a slot has `slot_bytes` and a checkpoint `checkpoint_bytes`. `extra_weights` are the numbers of the model's
-    matrices beyond those of a Llama of the same sizes.
+    `extra_weights` are the numbers of the model's matrices beyond those of a Llama of the same sizes.
+    `num_feed_forward` layers are neither these nor attention.
     """
 
     num_layers: int
-    input_numbers: int
-    slot_bytes: int
-    checkpoint_bytes: int
-    grid_tokens: int
+    conv_width: int
+    channels: int
     extra_weights: int
+    num_key_heads: int = 0
+    num_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    corrects: bool = True
     num_feed_forward: int = 0
+
+    @property
+    def depth(self) -> int:
+        """Numbers of a row that a layer yields before its last projection."""
+        return self.num_heads * self.value_dim or self.channels
+
+    @property
+    def input_numbers(self) -> int:
+        """Numbers of the type of the activations that a slot without drafts and a checkpoint have in all layers."""
+        return self.num_layers * (self.conv_width - 1) * self.channels
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """The memory of a checkpoint besides."""
+        return self.num_layers * 4 * self.num_heads * self.key_dim * self.value_dim
+
+    @property
+    def slot_bytes(self) -> int:
+        """The memory of a slot besides."""
+        if not self.num_heads:
+            return 0
+        behind = self.num_key_heads * self.key_dim + self.num_heads * self.value_dim + self.num_heads
+        # The position of the boundary is an int64.
+        return self.checkpoint_bytes + self.num_layers * (4 * DELTA_PLACES * behind + 8)
+
+    @property
+    def grid_tokens(self) -> int:
+        """A checkpoint can be taken at multiples of it."""
+        return DELTA_GRID if self.num_heads else 1
+
+    def can_be_divided(self, num_ranks: int) -> bool:
+        """Returns whether so many ranks can have a part each."""
+        heads = self.num_key_heads, self.num_heads
+        return indivisible_mixer(self.channels, *heads, num_ranks, self.corrects) is None
+
+    def of_rank(self, num_ranks: int) -> RecurrentShape:
+        """Returns the part of each rank."""
+        if not self.num_heads:
+            return replace(self, channels=self.channels // num_ranks)
+        num_key_heads, num_heads = heads_of_rank(self.num_key_heads, self.num_heads, num_ranks)
+        channels = 2 * num_key_heads * self.key_dim + num_heads * self.value_dim
+        return replace(self, num_key_heads=num_key_heads, num_heads=num_heads, channels=channels)
+
+
+def heads_of_rank(num_key_heads: int, num_heads: int, num_ranks: int) -> tuple[int, int]:
+    """Returns the heads of keys and of values that each rank has."""
+    return max(1, num_key_heads // num_ranks), num_heads // num_ranks
+
+
+def indivisible_mixer(channels: int, num_key_heads: int, num_heads: int, num_ranks: int, corrects: bool) -> str | None:
+    """Returns why recurrent layers cannot be divided between so many ranks; None if they can. Ranks may have the same
+    keys of Mamba 2, whose heads add to their states independently."""
+    if num_ranks == 1:
+        return None
+    if not num_heads:
+        if channels % (num_ranks * CHANNELS_MULTIPLE) == 0:
+            return None
+        return (
+            f"{channels} channels of convolutions cannot be divided by {num_ranks} into multiples of "
+            f"{CHANNELS_MULTIPLE}"
+        )
+    if corrects:
+        if num_key_heads % num_ranks == 0:
+            return None
+        return f"{num_key_heads} heads of keys of gated delta nets cannot be divided by {num_ranks}"
+    if num_heads % num_ranks == 0 and (num_key_heads % num_ranks == 0 or num_ranks % num_key_heads == 0):
+        return None
+    return f"{num_heads} heads of Mamba 2 in {num_key_heads} groups cannot be divided by {num_ranks}"
 
 
 def recurrent_shape(config: Mapping[str, Any], num_layers: int) -> RecurrentShape | None:
@@ -53,39 +129,20 @@ def recurrent_shape(config: Mapping[str, Any], num_layers: int) -> RecurrentShap
     attention = 2 * hidden * head_dim * (num_heads + int(config.get("num_key_value_heads") or num_heads))
     if kind in SHORT_CONVOLUTIONS:
         count = _layer_types(config, num_layers).count("conv")
-        num_inputs = count * (int(config.get("conv_L_cache") or 3) - 1) * hidden
-        return RecurrentShape(count, num_inputs, 0, 0, 1, count * (4 * hidden**2 - attention))
+        return RecurrentShape(count, int(config.get("conv_L_cache") or 3), hidden, count * (4 * hidden**2 - attention))
     if kind in MAMBA2:
         return _mamba2_shape(config, num_layers, attention)
     count = _layer_types(config, num_layers).count("linear_attention")
     heads, key_heads = (int(config.get(name) or default) for name, default in DELTA_HEADS)
     value_dim, key_dim = (int(config.get(name) or 128) for name in ("linear_value_head_dim", "linear_key_head_dim"))
     weights = hidden * (2 * key_heads * key_dim + 3 * heads * value_dim + 2 * heads)
-    return _with_states(
+    return RecurrentShape(
         count,
         int(config.get("linear_conv_kernel_dim") or 4),
-        (key_heads, heads, key_dim, value_dim),
+        2 * key_heads * key_dim + heads * value_dim,
         # The queries of attention have a gate.
-        extra_weights=count * (weights - attention) + (num_layers - count) * hidden * num_heads * head_dim,
-    )
-
-
-def _with_states(
-    count: int, conv_width: int, heads: tuple[int, int, int, int], extra_weights: int, num_feed_forward: int = 0
-) -> RecurrentShape:
-    """Returns layers with a matrix for each head: `heads` are how many have keys and values, and their sizes."""
-    num_key_heads, num_heads, key_dim, value_dim = heads
-    state = num_heads * key_dim * value_dim
-    behind = DELTA_PLACES * (num_key_heads * key_dim + num_heads * value_dim + num_heads)
-    return RecurrentShape(
-        num_layers=count,
-        input_numbers=count * (conv_width - 1) * (2 * num_key_heads * key_dim + num_heads * value_dim),
-        # The position of the boundary is an int64.
-        slot_bytes=count * (4 * (state + behind) + 8),
-        checkpoint_bytes=count * 4 * state,
-        grid_tokens=DELTA_GRID,
-        extra_weights=extra_weights,
-        num_feed_forward=num_feed_forward,
+        count * (weights - attention) + (num_layers - count) * hidden * num_heads * head_dim,
+        *(key_heads, heads, key_dim, value_dim),
     )
 
 
@@ -99,7 +156,7 @@ def _mamba2_shape(config: Mapping[str, Any], num_layers: int, attention: int) ->
     head_dim = config.get("mamba_head_dim") or config.get("mamba_d_head") or "auto"
     depth = int(config.get("mamba_expand") or 2) * hidden if head_dim == "auto" else num_heads * int(head_dim)
     mixer = hidden * (3 * depth + 2 * groups * key_dim + num_heads)
-    heads = groups, num_heads, key_dim, depth // num_heads
+    heads, channels = (groups, num_heads, key_dim, depth // num_heads), depth + 2 * groups * key_dim
     inner = int(config.get("intermediate_size") or 4 * hidden)
     if config["model_type"] == "granitemoehybrid":
         if not count:
@@ -107,7 +164,7 @@ def _mamba2_shape(config: Mapping[str, Any], num_layers: int, attention: int) ->
         shared = int(config.get("shared_intermediate_size") or 1024)
         dense = 0 if config.get("num_local_experts") else inner
         extra = count * (mixer - attention) + num_layers * 3 * hidden * (shared - dense)
-        return _with_states(count, conv_width, heads, extra)
+        return RecurrentShape(count, conv_width, channels, extra, *heads, corrects=False)
     num_mlp, num_moe = types.count("mlp"), types.count("moe")
     of_expert, of_shared = (
         int(config.get(name) or 7688) for name in ("moe_intermediate_size", "moe_shared_expert_intermediate_size")
@@ -117,7 +174,8 @@ def _mamba2_shape(config: Mapping[str, Any], num_layers: int, attention: int) ->
     extra += num_moe * hidden * (num_experts * (2 * of_expert + 1) + 2 * of_shared)
     # A Llama has attention and three matrices more in each layer.
     extra -= len(types) * (attention + 3 * hidden * inner)
-    return _with_states(count, conv_width, heads, extra, num_mlp + num_moe)
+    num_others = num_mlp + num_moe
+    return RecurrentShape(count, conv_width, channels, extra, *heads, corrects=False, num_feed_forward=num_others)
 
 
 # Heads, groups, numbers of a key, positions of the convolution: each with an older name and the default.

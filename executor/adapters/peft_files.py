@@ -27,7 +27,6 @@ from inflight.executor.adapters.weights import (
     AdapterMatrix,
     AdapterWeights,
     RankLimit,
-    module_name,
 )
 
 CONFIG_FILE = "adapter_config.json"
@@ -109,12 +108,11 @@ def parse(files: AdapterFiles, limits: AdapterLimits | RankLimit) -> AdapterWeig
             "that target_modules names"
         )
 
-    def matrix(name: str) -> AdapterMatrix | None:
+    def matrix(name: str | None) -> AdapterMatrix | None:
         return _matrix(config, tensors, name, modules[name], limits.max_rank) if name in targets else None
 
     layers = range(limits.shape.num_layers)
-    names = limits.shape.projections
-    return AdapterWeights(tuple(tuple(matrix(module_name(layer, name)) for name in names) for layer in layers))
+    return AdapterWeights(tuple(tuple(map(matrix, limits.names(layer))) for layer in layers))
 
 
 class _Config:

@@ -10,7 +10,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from inflight.executor.checkpoint.decoder_weights import NUM_ATTENTION_PROJECTIONS, DecoderShape
+from inflight.executor.checkpoint.decoder_weights import (
+    NUM_ATTENTION_PROJECTIONS,
+    OUTPUT_PROJECTION,
+    DecoderShape,
+)
 from inflight.executor.checkpoint.shards import Shard
 
 
@@ -76,21 +80,31 @@ class AdapterLimits:
     shape: DecoderShape
     max_rank: int
 
+    def names(self, layer: int) -> tuple[str | None, ...]:
+        """Returns the module names of a layer's matrices, in the order of `PROJECTIONS`; None where an adapter may
+        change none: experts, and the projections in front of a mixer."""
+        shape = self.shape
+        names: list[str | None] = list(shape.projections)
+        if layer in shape.recurrent_layers:
+            names[:NUM_ATTENTION_PROJECTIONS] = [None] * NUM_ATTENTION_PROJECTIONS
+            names[OUTPUT_PROJECTION] = shape.mixer_output
+        if shape.num_experts:
+            names[NUM_ATTENTION_PROJECTIONS:] = [None] * (len(names) - NUM_ATTENTION_PROJECTIONS)
+        return tuple(None if name is None else module_name(layer, name) for name in names)
+
     def modules(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Yields the module names of the matrices, layer by layer in the order of `PROJECTIONS`, and the shape
-        `(outputs, inputs)` of each. Experts and what recurrent layers have in place of attention have no adapters."""
+        """Yields the names of all layers, and the shape `(outputs, inputs)` of each matrix."""
         shape = self.shape
         hidden, inner = shape.hidden_size, shape.intermediate_size
         attention, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         queries = attention * (2 if shape.has_output_gate else 1)
-        sizes = (
-            *((queries, hidden), (kv, hidden), (kv, hidden), (hidden, attention)),
-            *((inner, hidden), (inner, hidden), (hidden, inner)),
-        )
         for layer in range(shape.num_layers):
-            for place, (name, size) in enumerate(zip(shape.projections, sizes, strict=True)):
-                is_left_out = (
-                    layer in shape.recurrent_layers if place < NUM_ATTENTION_PROJECTIONS else shape.num_experts > 0
-                )
-                if not is_left_out:
-                    yield module_name(layer, name), size
+            mixer = shape.mixer if layer in shape.recurrent_layers else None
+            depth = attention if mixer is None else mixer.depth
+            sizes = (
+                *((queries, hidden), (kv, hidden), (kv, hidden), (hidden, depth)),
+                *((inner, hidden), (inner, hidden), (hidden, inner)),
+            )
+            for name, size in zip(self.names(layer), sizes, strict=True):
+                if name is not None:
+                    yield name, size

@@ -35,6 +35,8 @@ PROJECTIONS = (
     "mlp.down_proj",
 )
 NUM_ATTENTION_PROJECTIONS = 4
+# Which of them is behind attention; in a recurrent layer it is behind the mixer.
+OUTPUT_PROJECTION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +182,7 @@ class DecoderShape:
 
     The layers `recurrent_layers` have a `mixer` in place of attention; None if there are none. With `has_output_gate`
     what a head of attention yields is multiplied by the sigmoid of its gate. `projections` are the names of
-    `PROJECTIONS`.
+    `PROJECTIONS`, and `mixer_output` is that of the projection behind a mixer.
     """
 
     num_layers: int
@@ -216,6 +218,7 @@ class DecoderShape:
     mixer: MixerShape | None = None
     bare_layers: tuple[int, ...] = ()
     projections: tuple[str, ...] = PROJECTIONS
+    mixer_output: str = ""
 
     @property
     def rotary_dim(self) -> int:
@@ -349,6 +352,7 @@ def read_decoder(
             mixer=next((layer.mixer.shape for layer in read if layer.mixer is not None), None),
             bare_layers=tuple(number for number, layer in enumerate(read) if not layer.gate_up_parts),
             projections=family.projections,
+            mixer_output=next((f"{_mixer_name(module)}.out_proj" for module in modules if not _attention(module)), ""),
             **_scales(config, family, embedding),
             **_experts(modules, family),
         ),
@@ -380,6 +384,11 @@ def _modules(body: Any) -> tuple[Any, ...] | str:
 def _attention(module: Any) -> Any:
     """Returns the attention of a layer; None if it has a mixer."""
     return getattr(module, "self_attn", None)
+
+
+def _mixer_name(module: Any) -> str:
+    """Returns the name of what a layer has in place of attention."""
+    return next(name for name in MIXERS if getattr(module, name, None) is not None)
 
 
 def _of_all(windows: tuple[int | None, ...], recurrent: tuple[int, ...]) -> tuple[int | None, ...]:
@@ -557,8 +566,7 @@ def _read_attention(attention: Any, family: Family) -> dict[str, Any]:
 
 def _read_mixer(module: Any) -> dict[str, Any]:
     """Returns the same of a recurrent layer, whose module has been replaced (`RecurrentLayer`)."""
-    layer: Any = next(found for name in MIXERS if (found := getattr(module, name, None)) is not None)
-    mixer: MixerWeights = layer.mixer.weights()
+    mixer: MixerWeights = getattr(module, _mixer_name(module)).mixer.weights()
     return {
         "qkv_parts": mixer.inputs,
         "query_norm": None,

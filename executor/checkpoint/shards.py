@@ -2,15 +2,17 @@
 
 Every matrix is divided by columns, which are the rows of a weight `[out, in]`: queries, keys and values by heads, the
 others by ranges, those of each expert like those of a feed-forward layer. With more ranks than KV heads, several ranks
-have the same KV head and different query heads. Of an adapter each rank has all of A, and of B the rows that it has of
-the weight. A rank computes its columns from whole rows of activations, so no sum is split, and every number has the
-same bits as with one rank.
+have the same KV head and different query heads. Recurrent layers are divided by heads, or channels of short
+convolutions; several ranks may have the same keys of Mamba 2. Of an adapter each rank has all of A, and of B the rows
+that it has of the weight. A rank computes its columns from whole rows of activations, so no sum is split, and every
+number has the same bits as with one rank.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import Any
@@ -22,6 +24,7 @@ from inflight.common.kv_size import kv_heads_of_rank, numbers_of_ranks
 from inflight.common.model_files.layer_sizes import PART_COLUMNS, PART_INNER_COLUMNS, columns_of_rank
 from inflight.executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights, LayerWeights
 from inflight.executor.checkpoint.quantized_weight import FloatWeight, Matrix, QuantizedWeight
+from inflight.executor.recurrent.mixer import MixerShape, MixerWeights, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,12 @@ class Shard:
         return slice(first, min(count, first + part))
 
     def shape(self, shape: DecoderShape) -> DecoderShape:
-        """Returns the shape with the heads of this rank only."""
+        """Returns the shape with the heads and mixers of this rank only."""
         return replace(
-            shape, num_heads=shape.num_heads // self.num_ranks, num_kv_heads=self.num_kv_heads(shape.num_kv_heads)
+            shape,
+            num_heads=shape.num_heads // self.num_ranks,
+            num_kv_heads=self.num_kv_heads(shape.num_kv_heads),
+            mixer=None if shape.mixer is None else self.mixer(shape.mixer),
         )
 
     def num_kv_heads(self, of_all: int) -> int:
@@ -67,13 +73,15 @@ class Shard:
         fused."""
         if self.num_ranks == 1:
             return parts
-        counts = [count * shape.head_dim for count in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)]
+        queries = shape.num_heads * (2 if shape.has_output_gate else 1)
+        counts = [count * shape.head_dim for count in (queries, shape.num_kv_heads, shape.num_kv_heads)]
         heads = self._heads(shape)
         return tuple(_rows(part, rows) for part, rows in zip(_divided(parts, counts), heads, strict=True))
 
     def _heads(self, shape: DecoderShape) -> tuple[slice, slice, slice]:
-        """Returns the rank's rows of queries, keys and values."""
+        """Returns the rank's rows of queries, each with its gate, of keys and values."""
         num_heads, num_kv_heads = shape.num_heads // self.num_ranks, self.num_kv_heads(shape.num_kv_heads)
+        num_heads *= 2 if shape.has_output_gate else 1
         first_kv_head = self.rank * shape.num_kv_heads // self.num_ranks
         queries, kv = (
             slice(first * shape.head_dim, (first + count) * shape.head_dim)
@@ -84,6 +92,52 @@ class Shard:
     def qkv_bias(self, shape: DecoderShape, bias: Tensor) -> Tensor:
         """Returns the biases of the rank's heads."""
         return torch.cat([part for part in self.qkv(shape, (bias,)) if isinstance(part, Tensor)])
+
+    def mixer(self, mixer: MixerShape) -> MixerShape:
+        """Returns the heads, or channels, of a recurrent layer that this rank has."""
+        return mixer if self.num_ranks == 1 else mixer.of_rank(self.num_ranks)
+
+    def mixer_inputs(self, mixer: MixerShape, matrices: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
+        """Returns the rank's rows of the projections in front of a mixer."""
+        if self.num_ranks == 1:
+            return matrices
+        ends = list(accumulate(matrix.shape[0] for matrix in matrices))
+        of_rank: list[Matrix] = []
+        for rows in self._of_parts(mixer.input_parts):
+            index = bisect_right(ends, rows.start)
+            first = ends[index] - matrices[index].shape[0]
+            of_rank.append(_rows(matrices[index], slice(rows.start - first, rows.stop - first)))
+        return tuple(of_rank)
+
+    def mixer_bias(self, mixer: MixerShape, bias: Tensor) -> Tensor:
+        """Returns the biases of those rows."""
+        return bias if self.num_ranks == 1 else bias[_places(self._of_parts(mixer.input_parts))]
+
+    def mixer_vectors(self, mixer: MixerWeights) -> tuple[Tensor, ...]:
+        """Returns the taps and the vectors of the rank's channels and heads. Norms are whole."""
+        shape = mixer.shape
+        if self.num_ranks == 1:
+            return mixer.taps, *mixer.vectors
+        channels = _places(self._of_parts(shape.conv_parts))
+        taps = mixer.taps[:, channels]
+        if not shape.num_heads:
+            (bias,) = mixer.vectors
+            return taps, bias[channels]
+        (heads,) = self._of_parts(((shape.num_heads, 1),))
+        if shape.corrects:
+            rates, bias, norm = mixer.vectors
+            return taps, rates[heads], bias[heads], norm
+        conv_bias, rates, bias, norm, skips, limits = mixer.vectors
+        return taps, conv_bias[channels], rates[heads], bias[heads], norm, skips[heads], limits
+
+    def _of_parts(self, parts: Sequence[Part]) -> tuple[slice, ...]:
+        """Returns the rank's range of each part of a mixer. Those of fewer heads than ranks are on several ranks."""
+        ranges, first = [], 0
+        for count, size in parts:
+            start = first + self.rank * count // self.num_ranks * size
+            ranges.append(slice(start, start + max(1, count // self.num_ranks) * size))
+            first += count * size
+        return tuple(ranges)
 
     def gate_up(self, parts: tuple[Matrix, ...]) -> tuple[Matrix, ...]:
         """Returns the rank's columns of the gate and of the up projection: two weights, or one that is fused."""
@@ -128,6 +182,10 @@ def _rows(matrix: Matrix, rows: slice) -> Matrix:
     return matrix[rows] if isinstance(matrix, Tensor) else matrix.rows(rows.start, rows.stop)
 
 
+def _places(ranges: Sequence[slice]) -> Tensor:
+    return torch.cat([torch.arange(one.start, one.stop) for one in ranges])
+
+
 def _divided(parts: tuple[Matrix, ...], counts: list[int]) -> tuple[Matrix, ...]:
     """Returns the matrices of so many rows each, of which a fused one consists."""
     if len(parts) > 1:
@@ -143,7 +201,7 @@ def indivisible_reason(shape: DecoderShape, num_ranks: int) -> str | None:
     """Returns why a model cannot be divided between so many ranks; None if it can."""
     sizes = numbers_of_ranks(shape.num_heads, shape.num_kv_heads)
     if num_ranks in sizes:
-        return None
+        return None if shape.mixer is None else shape.mixer.indivisible_reason(num_ranks)
     return (
         f"{shape.num_heads} heads and {shape.num_kv_heads} KV heads cannot be divided by {num_ranks}; "
         f"sizes that work: {', '.join(map(str, sizes))}"
@@ -238,6 +296,8 @@ def _tensors(weights: DecoderWeights) -> Iterator[Tensor]:
     for layer in weights.layers:
         for field in fields(layer):
             value: Any = getattr(layer, field.name)
+            if isinstance(value, MixerWeights):
+                value = value.taps, *value.vectors  # its projections are those of the layer
             parts: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
             for part in parts:
                 if part is not None:

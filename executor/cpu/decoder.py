@@ -161,8 +161,8 @@ class NativeDecoder:
         self.form = form
         self.shard = shard
         self._has_window = [window is not None for window in form.shape.sliding_windows]
-        mixer, recurrent = form.shape.mixer, form.shape.recurrent_layers
-        # The memory of recurrent layers; None if there are none.
+        mixer, recurrent = shard.shape(form.shape).mixer, form.shape.recurrent_layers
+        # The memory of recurrent layers, as far as this rank has them; None if there are none.
         self.states = None if mixer is None else NativeStates(mixer, recurrent, form.shape.num_layers, form.dtype)
         # The place of each layer's KV; None if it has none.
         places = iter(range(form.shape.num_layers))
@@ -433,7 +433,7 @@ def _layout(form: DecoderForm, shard: Shard) -> tuple[_Shape, tuple[Any, ...]]:
         form.has_expert_biases,
         shape.activation == CLAMPED,
         shape.activation == SQUARED_RELU,
-        mixer_layout(shape.mixer),
+        mixer_layout(form.shape.mixer, shard),
         *(getattr(shape, name) or 0.0 for name in _SHAPE_FACTORS),
         shape.routing.epsilon,
         shape.routing.scale,
@@ -470,7 +470,7 @@ def _vectors(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packe
             (Packed.EXPERT_GATE_UP_BIAS, layer.gate_up_bias),
             (Packed.EXPERT_DOWN_BIAS, layer.down_bias),
             (Packed.SINKS, None if layer.sinks is None else shard.sinks(weights.shape, layer.sinks)),
-            (Packed.MIXER, None if layer.mixer is None else _mixer_vectors(layer.mixer)),
+            (Packed.MIXER, None if layer.mixer is None else _mixer_vectors(layer.mixer, shard)),
         )
         for part, tensor in optional:
             if tensor is not None:
@@ -479,12 +479,14 @@ def _vectors(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packe
 
 def _qkv_bias(weights: DecoderWeights, layer: LayerWeights, shard: Shard) -> Tensor | None:
     bias = layer.qkv_bias
-    return bias if bias is None or layer.mixer is not None else shard.qkv_bias(weights.shape, bias)
+    if bias is None:
+        return None
+    return shard.qkv_bias(weights.shape, bias) if layer.mixer is None else shard.mixer_bias(layer.mixer.shape, bias)
 
 
-def _mixer_vectors(mixer: MixerWeights) -> Tensor:
+def _mixer_vectors(mixer: MixerWeights, shard: Shard) -> Tensor:
     """Returns `MixerVectors` of recurrent.h."""
-    return torch.cat([vector.flatten() for vector in (mixer.taps, *mixer.vectors)])
+    return torch.cat([vector.flatten() for vector in shard.mixer_vectors(mixer)])
 
 
 def _matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int, Packed, int, Matrix]]:
@@ -510,8 +512,10 @@ def _fused_matrices(weights: DecoderWeights, shard: Shard) -> Iterator[tuple[int
     packed, there is memory for a packed embedding and output layer beside a tied one."""
     shape = weights.shape
     for index, layer in enumerate(weights.layers):
-        qkv = _in_whole_blocks(layer.qkv_matrices) if layer.mixer else shard.qkv(shape, layer.qkv_matrices)
-        yield index, Packed.QKV, qkv
+        if layer.mixer is None:
+            yield index, Packed.QKV, shard.qkv(shape, layer.qkv_matrices)
+        else:
+            yield index, Packed.QKV, _in_whole_blocks(shard.mixer_inputs(layer.mixer.shape, layer.qkv_matrices))
         yield index, Packed.OUTPUT, (shard.hidden(shape, layer.output),)
         if not layer.gate_up_parts:
             continue

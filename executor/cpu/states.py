@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inflight.common.model_files.recurrent import DELTA_GRID, DELTA_PLACES
+from inflight.executor.checkpoint.shards import Shard
 from inflight.executor.native.memory import huge_zeros
 from inflight.executor.recurrent.mixer import MixerShape, StateSizes
 from inflight.executor.recurrent.short_conv import num_conv_places
@@ -129,14 +130,16 @@ class NativeStates:
         )
 
 
-def mixer_layout(mixer: MixerShape | None) -> MixerLayout:
-    """Returns the sizes of recurrent layers as C++ takes them."""
+def mixer_layout(mixer: MixerShape | None, shard: Shard) -> MixerLayout:
+    """Returns the sizes of the recurrent layers of a rank as C++ takes them."""
     if mixer is None:
         return MixerLayout()
     kind = SHORT_CONVOLUTION
     if mixer.num_heads:
         kind = GATED_DELTA if mixer.corrects else MAMBA2
-    return MixerLayout(kind, *(getattr(mixer, name) for name in _SIZES))
+    norm_heads = 0 if kind == SHORT_CONVOLUTION else mixer.num_heads // mixer.num_key_heads
+    own = shard.mixer(mixer)
+    return MixerLayout(kind, *(getattr(own, name) for name in _SIZES), shard.num_ranks, shard.rank, norm_heads)
 
 
 _SIZES = ("conv_width", "channels", "num_key_heads", "num_heads", "key_dim", "value_dim")
@@ -145,7 +148,7 @@ _SIZES = ("conv_width", "channels", "num_key_heads", "num_heads", "key_dim", "va
 class MixerLayout(ctypes.Structure):
     """`MixerShape` of recurrent.h."""
 
-    _fields_ = tuple((name, c_int64) for name in ("kind", *_SIZES))
+    _fields_ = tuple((name, c_int64) for name in ("kind", *_SIZES, "num_ranks", "rank", "norm_heads"))
 
 
 class _Memory(ctypes.Structure):

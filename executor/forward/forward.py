@@ -29,6 +29,7 @@ from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.checkpoint.decoder_weights import DecoderShape
 from inflight.executor.device import free_device_bytes, is_gpu
 from inflight.executor.engine.runner import StepRunner, StepSizes
+from inflight.executor.recurrent.host_slots import HostSlots
 from inflight.executor.recurrent.mixer import StateSizes
 from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling_columns import SamplingBatch
@@ -69,17 +70,45 @@ class AdapterMemory:
         return cls(decoder.shape, decoder.adapter_slot_bytes, decoder.reserve_adapters, load)
 
 
+class States(Protocol):
+    """The slots and checkpoints of recurrent layers. `slots` returns the tensors of which a slot is a row each."""
+
+    @property
+    def grid_tokens(self) -> int: ...
+
+    @property
+    def checkpoint_bytes(self) -> int: ...
+
+    def slot_bytes(self, max_drafts: int) -> int: ...
+
+    def reserve(self, sizes: StateSizes) -> None: ...
+
+    def slots(self) -> Sequence[Tensor]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StateMemory:
     """Where the state of recurrent layers is kept. `slot_bytes` is the memory of a slot for a number of drafts, and
     `checkpoint_bytes` that of a checkpoint, which can be taken at multiples of `grid_tokens`. `reserve` makes slots and
-    checkpoints, in place of those that were made before. `slots` returns the tensors of which a slot is a row each."""
+    checkpoints, in place of those that were made before. `open_host_slots` then makes slots of host memory for the
+    states of preempted sequences."""
 
     slot_bytes: Callable[[int], int]
     checkpoint_bytes: int
     grid_tokens: int
     reserve: Callable[[StateSizes], None]
-    slots: Callable[[], Sequence[Tensor]]
+    open_host_slots: Callable[[int], HostTier]
+
+    @classmethod
+    def of(cls, states: States) -> Self:
+        """Returns the memory of a decoder on its own."""
+        return cls(
+            states.slot_bytes,
+            states.checkpoint_bytes,
+            states.grid_tokens,
+            states.reserve,
+            lambda num_slots: HostSlots(states.slots(), num_slots),
+        )
 
 
 class Forward(Protocol):

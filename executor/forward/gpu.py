@@ -43,11 +43,9 @@ class GpuForward(Forward):
 
     @property
     def adapters(self) -> AdapterMemory | None:
-        # Slots have no matrices for the gates of queries, and none that differ from layer to layer in two ways. They
-        # have those of gates of feed-forward layers.
+        # Slots have no matrices for the gates of queries, and always those for the gates of feed-forward layers.
         shape = self.decoder.shape
-        has_slots = not shape.has_output_gate and not (shape.recurrent_layers and shape.num_experts)
-        has_slots = has_slots and shape.activation != SQUARED_RELU
+        has_slots = not shape.has_output_gate and shape.activation != SQUARED_RELU
         return AdapterMemory.of(self.decoder) if has_slots else None
 
     @property
@@ -59,7 +57,7 @@ class GpuForward(Forward):
         states = self.decoder.recurrent_states
         if states is None:
             return None
-        return StateMemory(states.slot_bytes, states.checkpoint_bytes, states.grid_tokens, states.reserve, states.slots)
+        return StateMemory.of(states)
 
     def free_device_bytes(self, sizes: StepSizes) -> int | None:
         return free_beside_steps(self.decoder, self.layout, sizes)

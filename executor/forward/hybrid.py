@@ -14,6 +14,7 @@ from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.attention.transformers_hook import PagedStep
 from inflight.executor.forward.forward import Forward, Kv, StateMemory
 from inflight.executor.forward.transformers import writing_hidden
+from inflight.executor.recurrent.host_slots import HostSlots
 from inflight.executor.recurrent.mixer import LayerMemory, Mixer, StateSizes, StateStep
 from inflight.executor.step.batch import StepBatch
 
@@ -58,7 +59,9 @@ class HybridForward(Forward):
             checkpoint_bytes=self._num_bytes(StateSizes(0, 1, 0)),
             grid_tokens=math.lcm(*(mixer.grid_tokens for mixer in self._mixers.values())),
             reserve=self._reserve,
-            slots=lambda: [slot for memory in self._memories.values() for slot in memory.slots],
+            open_host_slots=lambda num_slots: HostSlots(
+                [slot for memory in self._memories.values() for slot in memory.slots], num_slots
+            ),
         )
 
     def logits(self, batch: StepBatch, kv: Kv) -> Tensor:

@@ -21,15 +21,15 @@ class NativeForward(Forward):
     layout: KvLayout
 
     @property
-    def adapters(self) -> AdapterMemory | None:
-        return None if self.decoder.shape.dense_size else AdapterMemory.of(self.decoder)
+    def adapters(self) -> AdapterMemory:
+        return AdapterMemory.of(self.decoder)
 
     @property
     def states(self) -> StateMemory | None:
         states = self.decoder.states
         if states is None:
             return None
-        return StateMemory(states.slot_bytes, states.checkpoint_bytes, states.grid_tokens, states.reserve, states.slots)
+        return StateMemory.of(states)
 
     @property
     def routes_by_itself(self) -> bool:

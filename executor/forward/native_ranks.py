@@ -4,6 +4,7 @@ results are joined."""
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ from inflight.executor.attention.gpu_host_tier import Pairs
 from inflight.executor.attention.host_tier import HostTier
 from inflight.executor.cpu.decoder import ExchangeError
 from inflight.executor.engine.runner import NO_TOKEN, DeviceLostError
-from inflight.executor.forward.forward import AdapterMemory, Forward, Kv
+from inflight.executor.forward.forward import AdapterMemory, Forward, Kv, StateMemory
 from inflight.executor.forward.native import NativeForward
 from inflight.executor.parallel.leader import WorkerGroup
 from inflight.executor.parallel.messages import Kind, Want, pack_step, pack_swaps
 from inflight.executor.parallel.results import gather_results
+from inflight.executor.recurrent.mixer import StateSizes
 from inflight.executor.step.batch import StepBatch
 from inflight.executor.step.sampling_columns import SamplingBatch
 
@@ -69,6 +71,24 @@ class NativeRanks(Forward):
         if reasons:
             raise AdapterError("; ".join(reasons))
 
+    @property
+    def states(self) -> StateMemory | None:
+        # Every rank has a part of each slot and checkpoint, of the same size.
+        own = self.own.states
+        if own is None:
+            return None
+        return replace(own, reserve=self._reserve_states, open_host_slots=self._open_host_slots)
+
+    def _reserve_states(self, sizes: StateSizes) -> None:
+        self._group.send(Kind.RESERVE_STATES, json.dumps(asdict(sizes)).encode())
+        assert self.own.states is not None
+        self.own.states.reserve(sizes)
+
+    def _open_host_slots(self, num_host_slots: int) -> HostTier:
+        self._group.send(Kind.HOST_SLOTS, json.dumps({"num_host_slots": num_host_slots}).encode())
+        assert self.own.states is not None
+        return _HostTiers(self._group, self.own.states.open_host_slots(num_host_slots), Kind.SWAP_STATES)
+
     def allocate_kv(self, num_blocks: int, block_size: int, num_window_blocks: int | None = None) -> Kv:
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_window_blocks": num_window_blocks}
         self._group.send(Kind.ALLOCATE, json.dumps(sizes).encode())
@@ -76,7 +96,7 @@ class NativeRanks(Forward):
 
     def open_host_tier(self, kv: Kv, num_host_blocks: int) -> HostTier:
         self._group.send(Kind.HOST_TIER, json.dumps({"num_host_blocks": num_host_blocks}).encode())
-        return _HostTiers(self._group, self.own.open_host_tier(kv, num_host_blocks))
+        return _HostTiers(self._group, self.own.open_host_tier(kv, num_host_blocks), Kind.SWAP)
 
     def logits(self, batch: StepBatch, kv: Kv) -> Tensor:
         return torch.cat(self._compute(Want.LOGITS, batch, kv), 1)[:, : self._vocabulary_size]
@@ -99,12 +119,12 @@ class NativeRanks(Forward):
 
 
 class _HostTiers:
-    """The host tiers of all ranks."""
+    """The host tiers, or host slots, of all ranks; `kind` is the message of a copy."""
 
-    def __init__(self, group: WorkerGroup, own: HostTier) -> None:
-        self._group, self._own = group, own
+    def __init__(self, group: WorkerGroup, own: HostTier, kind: Kind) -> None:
+        self._group, self._own, self._kind = group, own, kind
 
     def swap(self, swaps_out: Pairs, swaps_in: Pairs) -> None:
         if swaps_out or swaps_in:
-            self._group.send(Kind.SWAP, pack_swaps(swaps_out, swaps_in))
+            self._group.send(self._kind, pack_swaps(swaps_out, swaps_in))
             self._own.swap(swaps_out, swaps_in)

@@ -64,20 +64,25 @@ class ProductSize:
 
 
 class AdapterSlots:
-    """Memory for adapters of ranks up to `max_rank`: A and B of every layer and product, by slot. Beside experts
-    adapters change the products of attention alone."""
+    """Memory for adapters of ranks up to `max_rank`: A and B of every layer and product, by slot. `sizes` are those of
+    each layer's products that adapters change: not those of experts, nor the one in front of a mixer."""
 
     def __init__(
         self, shape: DecoderShape, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.num_slots = num_slots
         self._max_rank, self._rank = max_rank, gpu_adapter_rank(max_rank)
-        self.sizes = _sizes(shape)
+        self.sizes = tuple(_sizes(shape, layer) for layer in range(shape.num_layers))
         self._a, self._b = (
-            [[torch.zeros(num_slots, *of(size, self._rank), dtype=dtype, device=device) for size in self.sizes]
-             for _ in range(shape.num_layers)]
+            [
+                {
+                    product: torch.zeros(num_slots, *of(size, self._rank), dtype=dtype, device=device)
+                    for product, size in sizes.items()
+                }
+                for sizes in self.sizes
+            ]
             for of in (_a_shape, _b_shape)
-        )  # fmt: skip
+        )
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -89,13 +94,14 @@ class AdapterSlots:
         # A stream of its own: the copies do not wait for the steps that are launched, nor those for the copies.
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             for layer, matrices in enumerate(weights.layers):
-                for product, parts in enumerate(PARTS[: len(self.sizes)]):
-                    self._load_product(slot, layer, product, [matrices[part] for part in parts])
+                for product in self.sizes[layer]:
+                    self._load_product(slot, layer, product, [matrices[part] for part in PARTS[product]])
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _load_product(self, slot: int, layer: int, product: int, parts: list[AdapterMatrix | None]) -> None:
-        size, target_a, target_b = self.sizes[product], self._a[layer][product][slot], self._b[layer][product][slot]
+    def _load_product(self, slot: int, layer: int, product: Product, parts: list[AdapterMatrix | None]) -> None:
+        size = self.sizes[layer][product]
+        target_a, target_b = self._a[layer][product][slot], self._b[layer][product][slot]
         a, b = torch.zeros(target_a.shape), torch.zeros(target_b.shape)
         for part, matrix in enumerate(parts):
             if matrix is not None:
@@ -107,9 +113,9 @@ class AdapterSlots:
 
     def add(self, layer: int, product: Product, inputs: Tensor, outputs: Tensor, groups: RowGroups) -> None:
         """Adds the changes of a product to its `outputs[T, outputs]` in place, from `inputs[T, inputs]`."""
-        if product >= len(self.sizes):
+        if product not in self.sizes[layer]:
             return
-        size, rank, count = self.sizes[product], self._rank, groups.slots.shape[0]
+        size, rank, count = self.sizes[layer][product], self._rank, groups.slots.shape[0]
         num_ranks, tile_ranks = size.num_parts * rank, min(MAX_TILE_RANKS, rank)
         partials = torch.empty(
             (size.num_splits, count * TILE_ROWS, num_ranks), dtype=torch.float32, device=inputs.device
@@ -138,18 +144,32 @@ class AdapterSlots:
 def slot_bytes(shape: DecoderShape, max_rank: int, dtype: torch.dtype) -> int:
     """Returns the memory of a slot for adapters of ranks up to `max_rank`."""
     attention, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes = LayerSizes(shape.hidden_size, attention, kv, shape.intermediate_size)
-    return gpu_adapter_slot_bytes(shape.num_layers, sizes, max_rank, dtype.itemsize, has_experts=shape.num_experts > 0)
+    mixer = 0 if shape.mixer is None else shape.mixer.depth
+    sizes = LayerSizes(shape.hidden_size, attention, kv, shape.intermediate_size, mixer=mixer)
+    return gpu_adapter_slot_bytes(
+        shape.num_layers,
+        sizes,
+        max_rank,
+        dtype.itemsize,
+        has_experts=shape.num_experts > 0,
+        num_recurrent=len(shape.recurrent_layers),
+    )
 
 
-def _sizes(shape: DecoderShape) -> tuple[ProductSize, ...]:
-    """Returns the sizes by `Product`."""
+def _sizes(shape: DecoderShape, layer: int) -> dict[Product, ProductSize]:
+    """Returns the sizes of the products that adapters change."""
     hidden, inner = shape.hidden_size, shape.intermediate_size
     attention, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    of_attention = ProductSize(hidden, attention, kv, 3), ProductSize(attention, hidden, 0, 1)
-    if shape.num_experts:
-        return of_attention
-    return (*of_attention, ProductSize(hidden, inner, inner, 2), ProductSize(inner, hidden, 0, 1))
+    if shape.mixer is not None and layer in shape.recurrent_layers:
+        sizes = {Product.OUTPUT: ProductSize(shape.mixer.depth, hidden, 0, 1)}
+    else:
+        sizes = {
+            Product.QKV: ProductSize(hidden, attention, kv, 3),
+            Product.OUTPUT: ProductSize(attention, hidden, 0, 1),
+        }
+    if not shape.num_experts:
+        sizes |= {Product.GATE_UP: ProductSize(hidden, inner, inner, 2), Product.DOWN: ProductSize(inner, hidden, 0, 1)}
+    return sizes
 
 
 def _a_shape(size: ProductSize, rank: int) -> tuple[int, int]:

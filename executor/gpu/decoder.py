@@ -295,8 +295,7 @@ class GpuDecoder:
         # Adapters read activations that are not rounded.
         is_rounded = isinstance(layer.qkv, Fp8Weight) and groups is None
         normed = self._add(hidden, delta, layer.input_norm, is_rounded)
-        of_attention = groups if layer.mixer is None else None
-        qkv = self._project(index, Product.QKV, normed, layer.qkv, layer.qkv_bias, of_attention)
+        qkv = self._project(index, Product.QKV, normed, layer.qkv, layer.qkv_bias, groups)
         if layer.mixer is None:
             assert kv is not None
             attended = self._attend(layer, qkv, batch, kv, attention)
@@ -304,7 +303,7 @@ class GpuDecoder:
         else:
             assert self._recurrent_states is not None
             attended = layer.mixer.mix(dense(qkv), batch, self._recurrent_states.tensors, self._epsilon)
-        product = self._project(index, Product.OUTPUT, attended, layer.output, layer.output_bias, of_attention)
+        product = self._project(index, Product.OUTPUT, attended, layer.output, layer.output_bias, groups)
         delta = self._delta(product, layer.attention_output_norm)
         if layer.down is None and layer.experts is None:
             return delta

@@ -315,10 +315,10 @@ def _native_forward(
     layout, shard = weights.layout, weights.shard
     if obstacle := unsupported_reason(decoder.shape):
         return obstacle
-    if decoder.shape.mixer is not None and shard.num_ranks > 1:
-        return "it has recurrent layers"
     if shard.num_ranks > 1 and (decoder.shape.dense_size or decoder.shape.shared_size):
         return "its feed-forward layers have several sizes"
+    if shard.num_ranks > 1 and decoder.shape.activation == SQUARED_RELU:
+        return "its feed-forward layers have no gates"
     _check_divisible(decoder, shard)
     same_on_all_ranks = _same_on_all_ranks(decoder, backend.library.instructions, shard)
     form = form_of(decoder, layout.dtype, weights.weight_dtype == "int8")

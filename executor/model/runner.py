@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from inflight.common.machine import num_usable_cores
+from inflight.executor.attention.host_tier import HostTier
 from inflight.executor.device import StepTimer, is_gpu, to_host
 from inflight.executor.engine.runner import PendingStep, token_ids_of
 from inflight.executor.model.model import PagedModel
-from inflight.executor.recurrent.host_slots import HostSlots
 from inflight.executor.scheduler.limits import SchedulerLimits
 from inflight.executor.scheduler.sequence import NO_LOGPROBS, StepPlan, TokenLogprobs
 from inflight.executor.step.batch import StepBatch, pooled_sums
@@ -90,9 +90,9 @@ class ModelRunner:
     def __init__(self, model: PagedModel, limits: SchedulerLimits, block_size: int) -> None:
         self._model = model
         self._host_tier = model.open_host_tier(limits.num_host_blocks) if limits.num_host_blocks else None
-        self._host_slots: HostSlots | None = None
+        self._host_slots: HostTier | None = None
         if limits.num_host_slots and model.forward.states is not None:
-            self._host_slots = HostSlots(model.forward.states.slots(), limits.num_host_slots)
+            self._host_slots = model.forward.states.open_host_slots(limits.num_host_slots)
         self._inputs = StepInputs(limits, block_size, model.description.vocabulary_size)
         # Threads of a forward pass wait for each other. Where they occupy every core, a thread beside them would stop
         # all of them as long as it runs, so masks are then computed by as many threads after the pass.

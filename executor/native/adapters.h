@@ -28,8 +28,8 @@ namespace inflight {
 extern "C" {
 
 // decoder.py's `_AdapterMatrix`, in the same order. `a` is `[rank, inputs]` and `b` `[outputs, rank]` of Elements, with
-// the outputs that this rank has. Rank 0: the adapter leaves the matrix as it is. Recurrent layers have adapters of
-// their feed-forward layers only.
+// the outputs that this rank has. Rank 0: the adapter leaves the matrix as it is. Of the matrices in front of their
+// feed-forward layers, recurrent layers have adapters of the output alone.
 struct AdapterMatrix {
     const void *a, *b;
     int64_t rank;
@@ -78,7 +78,8 @@ class AdapterSlots {
     explicit AdapterSlots(const DecoderShape& shape)
         : num_layers_(shape.num_layers),
           has_experts_(shape.num_experts != 0),
-          is_recurrent_(shape.is_recurrent, shape.is_recurrent + shape.num_layers) {
+          is_recurrent_(shape.is_recurrent, shape.is_recurrent + shape.num_layers),
+          mixer_depth_(shape.mixer.kind == NO_MIXER ? 0 : shape.mixer.whole_depth()) {
         const int64_t attention = shape.num_heads * shape.head_dim, kv = shape.num_kv_heads * shape.head_dim;
         const int64_t queries = attention * (1 + (shape.has_output_gate != 0));
         const int64_t hidden = shape.hidden_columns().count, inner = shape.inner_columns(shape.intermediate_size).count;
@@ -96,8 +97,10 @@ class AdapterSlots {
     int64_t slot_bytes(int64_t max_rank) const {
         std::vector<AdapterMatrix> matrices(num_layers_ * NUM_ADAPTED, {nullptr, nullptr, 0, 0.0f, 0.0f});
         for (size_t i = 0; i < matrices.size(); ++i) {
-            const bool is_attention = i % NUM_ADAPTED < ADAPT_GATE;
-            if (is_attention ? !is_recurrent_[i / NUM_ADAPTED] : !has_experts_) matrices[i].rank = max_rank;
+            const size_t matrix = i % NUM_ADAPTED;
+            const bool is_in_front = matrix < ADAPT_OUTPUT, is_feed_forward = matrix > ADAPT_OUTPUT;
+            if ((is_in_front && is_recurrent_[i / NUM_ADAPTED]) || (is_feed_forward && has_experts_)) continue;
+            matrices[i].rank = max_rank;
         }
         Cursor count(nullptr);
         place(matrices.data(), count);
@@ -122,7 +125,7 @@ class AdapterSlots {
         for (int64_t layer = 0; layer < num_layers_; ++layer)
             for (int matrix = 0; matrix < NUM_ADAPTED; ++matrix) {
                 const int product = PRODUCT_OF[matrix];
-                pack(slot.layers[layer], matrix, matrices[layer * NUM_ADAPTED + matrix]);
+                pack(slot.layers[layer], layer, matrix, matrices[layer * NUM_ADAPTED + matrix]);
                 slot.most_panels[product] =
                     std::max(slot.most_panels[product], slot.layers[layer].shrinks[product].num_panels);
             }
@@ -133,7 +136,8 @@ class AdapterSlots {
   private:
     std::vector<AdapterLayer<Element>> place(const AdapterMatrix* matrices, Cursor& cursor) const {
         std::vector<AdapterLayer<Element>> layers(num_layers_);
-        for (AdapterLayer<Element>& layer : layers) {
+        for (int64_t index = 0; index < num_layers_; ++index) {
+            AdapterLayer<Element>& layer = layers[index];
             for (int product = 0, matrix = 0; product < NUM_PRODUCTS; ++product) {
                 const int first = matrix;
                 int64_t num_units = 0;
@@ -146,7 +150,7 @@ class AdapterSlots {
                 }
                 auto& shrink = layer.shrinks[product];
                 shrink.num_panels = round_up(num_units * PAIR, LANES) / LANES;
-                shrink.num_units = round_up(inputs_[product], PAIR) / PAIR;
+                shrink.num_units = round_up(inputs_of(index, product), PAIR) / PAIR;
                 shrink.panels = cursor.take<Number>(shrink.num_panels * shrink.num_units * UNIT_NUMBERS);
                 shrink.scales = cursor.take<float>(shrink.num_panels * LANES);
                 if (product == GATE_UP_PRODUCT) {
@@ -166,10 +170,14 @@ class AdapterSlots {
         return layers;
     }
 
-    void pack(AdapterLayer<Element>& layer, int matrix, const AdapterMatrix& from) const {
+    int64_t inputs_of(int64_t layer, int product) const {
+        return product == OUTPUT_PRODUCT && is_recurrent_[layer] ? mixer_depth_ : inputs_[product];
+    }
+
+    void pack(AdapterLayer<Element>& layer, int64_t index, int matrix, const AdapterMatrix& from) const {
         const auto& expand = layer.expands[matrix];
         const auto& shrink = layer.shrinks[PRODUCT_OF[matrix]];
-        const int64_t inputs = inputs_[PRODUCT_OF[matrix]];
+        const int64_t inputs = inputs_of(index, PRODUCT_OF[matrix]);
         const auto *a = static_cast<const Number*>(from.a), *b = static_cast<const Number*>(from.b);
         for (int64_t rank = 0; rank < from.rank; ++rank) {
             const int64_t column = expand.first_unit * PAIR + rank;
@@ -185,6 +193,7 @@ class AdapterSlots {
     const int64_t num_layers_;
     const bool has_experts_;  // they have no adapters
     const std::vector<int64_t> is_recurrent_;
+    const int64_t mixer_depth_;  // what a recurrent layer yields before its output
     int64_t outputs_[NUM_ADAPTED], inputs_[NUM_PRODUCTS];
     int64_t slot_bytes_ = 0;
     std::unique_ptr<Arena> arena_;
@@ -260,7 +269,9 @@ class AdaptedRows {
         low = take_rows<Element>(cursor, capacity_, width_);
         if constexpr (!std::is_same_v<Element, Factor>) {
             normed = take_rows<Element>(cursor, capacity_, shape.hidden_size);
-            hidden = take_rows<Element>(cursor, capacity_, round_up(shape.intermediate_size, STEP_DEPTH<Factor>));
+            // Also of layers without experts in models that have some.
+            const int64_t inner = std::max(shape.intermediate_size, shape.feed_forward_size());
+            hidden = take_rows<Element>(cursor, capacity_, round_up(inner, STEP_DEPTH<Factor>));
         }
     }
 

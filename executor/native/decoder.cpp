@@ -54,7 +54,8 @@ class DecoderOf final : public Decoder {
         const int64_t inner =
             shape_.part_of(std::max(shape_.intermediate_size, shape_.feed_forward_size()), PART_INNER_COLUMNS);
         const int64_t normed = shape_.head_norms == NORMS_OF_ALL_HEADS ? shape_.num_heads + shape_.num_kv_heads : 0;
-        const int64_t summed = std::max(shape_.part_of(shape_.hidden_size), normed * shape_.head_dim);
+        const int64_t mixed = shape_.mixer.kind == NO_MIXER ? 0 : shape_.mixer.depth();
+        const int64_t summed = std::max({shape_.part_of(shape_.hidden_size), normed * shape_.head_dim, mixed});
         return std::max({summed * (int64_t)sizeof(float),
                          Rows<Element>::part_bytes(shape_.part_of(shape_.attention_depth(), 1)),
                          Rows<Element>::part_bytes(inner),  // of rows with adapters
@@ -162,8 +163,9 @@ class DecoderOf final : public Decoder {
                     compute_attention(layer, index, is_narrow);
                 if (is_narrow) keep_last_rows(mixed);
                 if (num_rows_ == 0) break;
-                const int64_t depth = is_recurrent ? shape_.mixer.depth() : shape_.attention_depth();
-                gather(mixed, num_rows_, depth, 1);
+                const int64_t depth = is_recurrent ? shape_.mixer.whole_depth() : shape_.attention_depth();
+                // What Mamba 2 yields has been exchanged before its norm.
+                if (!is_recurrent || shape_.mixer.kind != MAMBA2) gather(mixed, num_rows_, depth, 1);
                 if constexpr (!std::is_same_v<Element, Factor>) round_mixed(mixed, factors, depth);
                 const bool is_bare = decoder_.is_bare_[index] != 0;
                 const Blocks* const next = is_bare ? first_of(index + 1) : &layer.gate_up;
@@ -234,12 +236,34 @@ class DecoderOf final : public Decoder {
                             }
                         }
                     });
+            float *const projected = activations_.projected, *const gated = activations_.gated;
+            const int64_t stride = activations_.projected_stride;
             const MixerStep<Element> mixer(shape_.mixer, memory, {shape_.mixer, layer.mixer}, states, decoder_.spans_,
-                                           activations_.projected, activations_.projected_stride, activations_.mixed,
+                                           projected, stride, gated == nullptr ? projected : gated,
+                                           gated == nullptr ? stride : shape_.mixer.whole_depth(), activations_.mixed,
                                            shape_.norm_epsilon);
-            for (int number = 0; number < mixer.num_phases(); ++number)
+            for (int number = 0; number < mixer.num_phases(); ++number) {
+                if (number == 2) gather_gated();
                 phase(ATTENTION, mixer.num_tasks(number),
                       [&](int64_t task) { mixer.compute(number, task, scratch_.mixer.data()); });
+            }
+        }
+
+        // Exchanges what Mamba 2 yields before its norm, which is in the first columns of `projected`.
+        void gather_gated() {
+            if (shape_.num_ranks == 1) return;
+            const int64_t depth = shape_.mixer.depth(), whole = shape_.mixer.whole_depth();
+            const int64_t row_bytes = depth * sizeof(float), num_bytes = num_rows_ * row_bytes;
+            each_row(EXCHANGE, num_rows_, [&](int64_t row) {
+                std::memcpy(exchange_.own_part(num_bytes) + row * row_bytes,
+                            activations_.projected + row * activations_.projected_stride, row_bytes);
+            });
+            phase(EXCHANGE, 1, [&](int64_t) { exchange_.run(num_bytes); });
+            each_row(EXCHANGE, num_rows_, [&](int64_t row) {
+                for (int64_t rank = 0; rank < shape_.num_ranks; ++rank)
+                    std::memcpy(activations_.gated + row * whole + rank * depth,
+                                exchange_.part(rank, num_bytes) + row * row_bytes, row_bytes);
+            });
         }
 
         template <class Work>
@@ -665,9 +689,9 @@ class DecoderOf final : public Decoder {
         }
 
         void gate_attended() {
-            const int64_t depth = shape_.attention_depth();
+            const int64_t depth = shape_.num_heads * shape_.head_dim;
             each_row(ATTENTION, num_rows_, [&](int64_t row) {
-                Number* const to = activations_.attended.row(row);
+                Number* const to = activations_.attended.row(row) + shape_.rank * depth;
                 const float* const gates = activations_.projected + row * activations_.projected_stride;
                 alignas(64) float numbers[WIDTH];
                 for (int64_t i = 0; i < depth; i += WIDTH) {

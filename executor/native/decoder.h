@@ -9,9 +9,9 @@
 // larger than all steps before it.
 //
 // Of several ranks each has a part of the columns of every matrix, and of the heads. A product needs whole rows, so the
-// ranks exchange what they have computed before the next one: after the embedding, attention, both projections into the
-// residual stream, and the activation; and queries and keys before norms that cover all heads. No sum is split between
-// ranks, so every number has the same bits as with one.
+// ranks exchange what they have computed before the next one: after the embedding, attention or a mixer, both projections
+// into the residual stream, and the activation; and before norms that cover all heads: queries and keys, and what Mamba 2
+// yields. No sum is split between ranks, so every number has the same bits as with one.
 
 #pragma once
 
@@ -163,6 +163,7 @@ struct Activations {
     Rows<Factor> normed, heads, hidden;  // `heads` are `attended` as factors
     float* projected = nullptr;  // [capacity, projected_stride], what a mixer or the gate of attention reads
     int64_t projected_stride = 0;
+    float* gated = nullptr;      // [capacity, whole_depth()], what Mamba 2 yields before its norm on several ranks
     Rows<Element> mixed;         // what a mixer yields,
     Rows<Factor> mixed_factors;  // and the same as factors
     Routing routing;
@@ -213,11 +214,13 @@ struct Activations {
         // Vectors may reach behind the last row.
         projected = cursor.take<float>(capacity * projected_stride + BLOCK_COLUMNS);
         if (shape.mixer.kind == NO_MIXER) return;
-        mixed = take_rows<Element>(cursor, capacity, shape.mixer.depth());
+        const int64_t depth = shape.mixer.whole_depth();
+        if (shape.mixer.kind == MAMBA2 && shape.num_ranks > 1) gated = cursor.take<float>(capacity * depth);
+        mixed = take_rows<Element>(cursor, capacity, depth);
         if constexpr (std::is_same_v<Element, Factor>)
             mixed_factors = mixed;
         else
-            mixed_factors = take_rows<Factor>(cursor, capacity, shape.mixer.depth());
+            mixed_factors = take_rows<Factor>(cursor, capacity, depth);
     }
 };
 

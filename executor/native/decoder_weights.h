@@ -14,7 +14,8 @@
 namespace inflight {
 
 // Argument of `pack`. Matrices are `[columns, depth]` of the element type, of which the columns are those of this rank,
-// and the embedding is `[vocabulary_size, columns]` of them. The rest is float32, and whole except the QKV bias.
+// and the embedding is `[vocabulary_size, columns]` of them. The rest is float32, and whole except the QKV bias and what
+// belongs to heads or channels of a mixer.
 enum Packed {
     PACK_EMBEDDING,
     PACK_HEAD,
@@ -246,7 +247,7 @@ class PackedWeights {
                 if (is_recurrent(layer)) return {qkv_columns(layer), hidden, 1};
                 return {shape_.qkv_heads() * head_blocks * BLOCK_COLUMNS, hidden, head_blocks};
             case PACK_OUTPUT:
-                return {columns, is_recurrent(layer) ? shape_.mixer.depth() : shape_.attention_depth(), 1};
+                return {columns, is_recurrent(layer) ? shape_.mixer.whole_depth() : shape_.attention_depth(), 1};
             case PACK_GATE_UP:
             case PACK_EXPERT_GATE_UP:
                 return {shape_.num_gate_up() * round_up(shape_.inner_columns(inner_size(layer, part)).count,

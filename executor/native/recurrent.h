@@ -36,10 +36,11 @@ extern "C" {
 // What a layer does in place of attention.
 enum MixerKind { NO_MIXER, SHORT_CONVOLUTION, GATED_DELTA, MAMBA2 };
 
-// decoder.py's `_Mixer`, in the same order. All recurrent layers of a model are of one kind. `channels` are those of
-// the convolution; what follows is 0 of a short convolution.
+// states.py's `MixerLayout`, in the same order. All recurrent layers of a model are of one kind. `channels` are those of
+// the convolution; what follows up to `value_dim` is 0 of a short convolution. Heads and channels are those of this
+// rank. A norm of Mamba 2 covers `norm_heads` heads, some of which other ranks may have.
 struct MixerShape {
-    int64_t kind, conv_width, channels, num_key_heads, num_heads, key_dim, value_dim;
+    int64_t kind, conv_width, channels, num_key_heads, num_heads, key_dim, value_dim, num_ranks, rank, norm_heads;
 
     bool has_states() const { return kind == GATED_DELTA || kind == MAMBA2; }
     // Columns of the projection of a layer's input: B, C, x; or queries, keys, values, z, b and a; or z, x, B, C and dt.
@@ -47,14 +48,15 @@ struct MixerShape {
         if (kind == MAMBA2) return channels + num_heads * value_dim + num_heads;
         return kind == GATED_DELTA ? channels + num_heads * value_dim + 2 * num_heads : 3 * channels;
     }
-    // Numbers of a row that the layer yields before its output projection.
+    // Numbers of a row that the layer yields before its output projection, on this rank and on all.
     int64_t depth() const { return has_states() ? num_heads * value_dim : channels; }
+    int64_t whole_depth() const { return num_ranks * depth(); }
     // Heads of values of a head of keys.
     int64_t group() const { return num_heads / num_key_heads; }
     // Numbers of `MixerVectors`.
     int64_t vector_numbers() const {
         const int64_t taps = conv_width * channels;
-        if (kind == MAMBA2) return taps + channels + 3 * num_heads + depth() + 2;
+        if (kind == MAMBA2) return taps + channels + 3 * num_heads + whole_depth() + 2;
         return taps + (kind == GATED_DELTA ? 2 * num_heads + value_dim : channels);
     }
 };
@@ -105,7 +107,7 @@ struct MixerVectors {
     const float *taps;                // [conv_width, channels], the oldest first
     const float *bias;                // [channels], not of a gated delta net
     const float *rates, *gate_bias;   // [heads], not of a short convolution
-    const float *norm;                // [value_dim] of a gated delta net, [depth] of Mamba 2
+    const float *norm;                // [value_dim] of a gated delta net, [whole_depth] of Mamba 2
     const float *skips;               // [heads] of Mamba 2, D
     const float *limits;              // [2] of Mamba 2, the least and the largest dt
 
@@ -115,7 +117,7 @@ struct MixerVectors {
           rates(bias + (shape.kind == GATED_DELTA ? 0 : shape.channels)),
           gate_bias(rates + shape.num_heads),
           norm(gate_bias + shape.num_heads),
-          skips(norm + shape.depth()),
+          skips(norm + shape.whole_depth()),
           limits(skips + shape.num_heads) {}
 };
 
@@ -555,10 +557,11 @@ ALWAYS_INLINE void scale_to_length(float* x, int64_t size, float factor) {
 template <class Element>
 class MixerStep {
   public:
-    // `projected` are rows of `stride` numbers, which Mamba 2 overwrites, and `to` rows of what the layer yields.
+    // `projected` are rows of `stride` numbers, which Mamba 2 overwrites, and `to` rows of what the layer yields. Before
+    // the norms of Mamba 2 these are in rows of `gated`: of one rank in those of `projected`.
     MixerStep(const MixerShape& shape, const MixerMemory& memory, const MixerVectors& vectors,
               const StepStates& states, const std::vector<Span>& spans, float* projected, int64_t stride,
-              const Rows<Element>& to, float epsilon)
+              float* gated, int64_t gated_stride, const Rows<Element>& to, float epsilon)
         : shape_(shape),
           memory_(memory),
           vectors_(vectors),
@@ -566,6 +569,8 @@ class MixerStep {
           spans_(spans),
           projected_(projected),
           stride_(stride),
+          gated_(gated),
+          gated_stride_(gated_stride),
           to_(to),
           epsilon_(epsilon) {}
 
@@ -578,7 +583,7 @@ class MixerStep {
         return shape.kind == MAMBA2 ? std::max(window, of_heads) : window + of_heads;
     }
 
-    // Phases of tasks, one after the other.
+    // Phases of tasks, one after the other. Between the second and the third one of Mamba 2, ranks exchange rows.
     int num_phases() const { return shape_.kind == MAMBA2 ? 3 : 1; }
 
     int64_t num_tasks(int phase) const {
@@ -620,6 +625,9 @@ class MixerStep {
         return 2 * round_up(shape.key_dim, LANES) + round_up(shape.group() * shape.value_dim, LANES);
     }
 
+    // The first column of this rank in a row of what all yield.
+    int64_t own_column() const { return shape_.rank * shape_.depth(); }
+
     float* projected_row(const Span& span, int64_t row) const { return projected_ + (span.first_row + row) * stride_; }
 
     void convolve(int64_t sequence, int64_t first, float* scratch) const {
@@ -642,7 +650,7 @@ class MixerStep {
                 for (int64_t c = 0; c < part.count; c += WIDTH)
                     store(mixed + c, load(after + c) * (load(mixed + c) + load(vectors_.bias + first + c)));
                 std::fill(mixed + part.count, mixed + round_up(part.count, LANES), 0.0f);
-                to_.put(span.first_row + at, first, mixed, round_up(part.count, LANES));
+                to_.put(span.first_row + at, own_column() + first, mixed, round_up(part.count, LANES));
             });
     }
 
@@ -690,7 +698,7 @@ class MixerStep {
         head.attend(of_group, values, gate, 1.0f / (1.0f + std::exp(-b[index])), outputs);
         norm_row(outputs, vectors_.norm, dim, epsilon_,
                  [&](int64_t i, Floats normed) { store(outputs + i, normed * silu(load(z + i))); });
-        to_.put(span.first_row + row, index * dim, outputs, dim);
+        to_.put(span.first_row + row, own_column() + index * dim, outputs, dim);
     }
 
     static float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
@@ -757,14 +765,14 @@ class MixerStep {
             }
     }
 
-    // Norms the gated outputs of a row of the step, those of each head of keys together.
+    // Norms the gated outputs of a row of the step, those of each head of keys together. Every rank norms all of them.
     void norm(int64_t row) const {
-        const int64_t size = shape_.group() * shape_.value_dim;
-        float* const numbers = projected_ + row * stride_;
-        for (int64_t first = 0; first < shape_.depth(); first += size)
+        const int64_t size = shape_.norm_heads * shape_.value_dim, depth = shape_.whole_depth();
+        float* const numbers = gated_ + row * gated_stride_;
+        for (int64_t first = 0; first < depth; first += size)
             norm_row(numbers + first, vectors_.norm + first, size, epsilon_,
                      [&](int64_t i, Floats normed) { store(numbers + first + i, normed); });
-        to_.put(row, 0, numbers, shape_.depth());
+        to_.put(row, 0, numbers, depth);
     }
 
     const MixerShape& shape_;
@@ -774,6 +782,8 @@ class MixerStep {
     const std::vector<Span>& spans_;
     float* const projected_;
     const int64_t stride_;
+    float* const gated_;
+    const int64_t gated_stride_;
     const Rows<Element>& to_;
     const float epsilon_;
 };

@@ -19,6 +19,8 @@ from inflight.executor.cpu.decoder import NativeDecoder
 from inflight.executor.parallel.exchange import Exchange
 from inflight.executor.parallel.messages import Kind, unpack_step, unpack_swaps
 from inflight.executor.parallel.results import gather_results
+from inflight.executor.recurrent.host_slots import HostSlots
+from inflight.executor.recurrent.mixer import StateSizes
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class CpuShard:
         self._adapter_folder, self._reply = adapter_folder, reply
         self._adapters_to_load: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._host_tier: HostTier | None = None
+        self._host_slots: HostTier | None = None
 
     def execute(self, kind: Kind, content: bytes) -> None:
         """Executes a message of the leader."""
@@ -63,6 +66,15 @@ class CpuShard:
         elif kind is Kind.SWAP:
             assert self._host_tier is not None
             self._host_tier.swap(*unpack_swaps(content))
+        elif kind is Kind.RESERVE_STATES:
+            assert self._decoder.states is not None
+            self._decoder.states.reserve(StateSizes(**json.loads(content)))
+        elif kind is Kind.HOST_SLOTS:
+            assert self._decoder.states is not None
+            self._host_slots = HostSlots(self._decoder.states.slots(), json.loads(content)["num_host_slots"])
+        elif kind is Kind.SWAP_STATES:
+            assert self._host_slots is not None
+            self._host_slots.swap(*unpack_swaps(content))
         elif kind is Kind.STEP:
             want, batch = unpack_step(content)
             gather_results(want, batch, self._decoder, self._model.kv, self._exchange)

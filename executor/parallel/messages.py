@@ -1,10 +1,11 @@
 """Messages between the leader of a tensor-parallel executor and its workers, over one TCP connection to each worker.
 
     worker → leader   HELLO (JSON, once its shard is loaded), ALIVE (at intervals), FAILED (text), ADAPTER_LOADED (text)
-    leader → worker   WELCOME (JSON) or REFUSED (text); then ALIVE (at intervals), and RESERVE_ADAPTERS, ALLOCATE and
-                      HOST_TIER (JSON), STEP and SWAP in the order in which they are to be executed; LOAD_ADAPTER
-                      (JSON), which is executed beside steps and answered with ADAPTER_LOADED: why it failed, or "";
-                      on GPUs MEASURE, RUNNER, UPLOAD and LAUNCH (`device_messages`), in the order of execution, too
+    leader → worker   WELCOME (JSON) or REFUSED (text); then ALIVE (at intervals), and RESERVE_ADAPTERS, RESERVE_STATES,
+                      ALLOCATE, HOST_TIER and HOST_SLOTS (JSON), STEP, SWAP and SWAP_STATES in the order in which they
+                      are to be executed; LOAD_ADAPTER (JSON), which is executed beside steps and answered with
+                      ADAPTER_LOADED: why it failed, or ""; on GPUs MEASURE, RUNNER, UPLOAD and LAUNCH
+                      (`device_messages`), in the order of execution, too
 
 A step is packed as arrays: first their sizes, then token ids, positions, slots and so on as in `StepBatch`, with only
 the block tables that it reads.
@@ -26,13 +27,16 @@ import torch
 from torch import Tensor
 
 from inflight.executor.attention.gpu_host_tier import Pairs
-from inflight.executor.step.batch import StepBatch
+from inflight.executor.scheduler.sequence import StateLoad
+from inflight.executor.step.batch import SavedState, StateRows, StepBatch
 
 HEADER = struct.Struct("!4sBI")
 # The first bytes of every message, so that other programs' connections are recognized.
 MAGIC = b"iftp"
 MAX_MESSAGE_BYTES = 1 << 30
-NUM_STEP_SIZES = 9
+NUM_STEP_SIZES = 12
+# Numbers of a state that is loaded or saved.
+STATE_NUMBERS = 3
 
 
 class Kind(IntEnum):
@@ -54,6 +58,9 @@ class Kind(IntEnum):
     RUNNER = 14
     UPLOAD = 15
     LAUNCH = 16
+    RESERVE_STATES = 17
+    HOST_SLOTS = 18
+    SWAP_STATES = 19
 
 
 class Want(IntEnum):
@@ -120,11 +127,17 @@ def pack_step(batch: StepBatch, want: Want) -> bytes:
     windows = batch.for_windows
     if has_windows := windows is not batch:
         arrays += [windows.slot_mapping, _tables_read(windows)]
+    loads: tuple[StateLoad, ...] = ()
+    saves: tuple[SavedState, ...] = ()
+    if batch.states is not None:
+        loads, saves = batch.states.loads, batch.states.saves
+        arrays += [batch.states.slots, torch.tensor([*loads, *saves], dtype=torch.int64)]
     sizes = np.array(
         [
             *(want, batch.num_tokens, batch.num_sequences, batch.logit_rows.shape[0]),
             *(tables.shape[1], batch.block_size, batch.num_decodes),
             *(batch.adapter_slots is not None, has_windows),
+            *(batch.states is not None, len(loads), len(saves)),
         ],
         np.int64,
     )
@@ -134,7 +147,10 @@ def pack_step(batch: StepBatch, want: Want) -> bytes:
 def unpack_step(content: bytes) -> tuple[Want, StepBatch]:
     """Returns the step of a message."""
     sizes = np.frombuffer(content, np.int64, NUM_STEP_SIZES).tolist()
-    want, num_tokens, num_sequences, num_logits, num_blocks, block_size, num_decodes, has_adapters, has_windows = sizes
+    want, num_tokens, num_sequences, num_logits, num_blocks, block_size, num_decodes, has_adapters, has_windows = sizes[
+        :9
+    ]
+    has_states, num_loads, num_saves = sizes[9:]
     cursor = _Cursor(content, NUM_STEP_SIZES * 8)
     token_ids, positions, slots = (cursor.take(np.int64, num_tokens) for _ in range(3))
     logit_rows = cursor.take(np.int64, num_logits)
@@ -144,6 +160,16 @@ def unpack_step(content: bytes) -> tuple[Want, StepBatch]:
     adapter_slots = cursor.take(np.int32, num_sequences) if has_adapters else None
     window_slots = cursor.take(np.int64, num_tokens) if has_windows else None
     window_tables = cursor.take(np.int32, num_sequences * num_blocks).view(tables.shape) if has_windows else None
+    states = None
+    if has_states:
+        slots_of_states = cursor.take(np.int64, num_sequences)
+        loads, saves = (
+            cursor.take(np.int64, count * STATE_NUMBERS).view(-1, STATE_NUMBERS).tolist()
+            for count in (num_loads, num_saves)
+        )
+        states = StateRows(
+            slots_of_states, tuple(StateLoad(*load) for load in loads), tuple(SavedState(*save) for save in saves)
+        )
     none = torch.zeros(0, dtype=torch.int64)
     return Want(want), StepBatch(
         token_ids=token_ids,
@@ -161,6 +187,7 @@ def unpack_step(content: bytes) -> tuple[Want, StepBatch]:
         adapter_slots=adapter_slots,
         window_tables=window_tables,
         window_slots=window_slots,
+        states=states,
     )
 
 

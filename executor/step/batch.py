@@ -24,17 +24,25 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight.executor.scheduler.sequence import PooledRows, ScoredRows, Sequence, StateLoad, StateSave, StepPlan
+from inflight.executor.scheduler.sequence import PooledRows, ScoredRows, Sequence, StateLoad, StepPlan
 
 NO_TARGETS = torch.zeros(0, dtype=torch.int64)
 NO_SLOT = -1  # in `state_rows`, of a padding sequence
+
+
+class SavedState(NamedTuple):
+    """The state after the first `position` tokens, which row `row` saves to a checkpoint."""
+
+    row: int
+    position: int
+    checkpoint: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +52,7 @@ class StateRows:
 
     slots: Tensor
     loads: tuple[StateLoad, ...] = ()
-    saves: tuple[StateSave, ...] = ()
+    saves: tuple[SavedState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -313,7 +321,8 @@ def _flat_rows(
 
 def _states(plan: StepPlan) -> StateRows:
     slots = torch.tensor([sequence.state_slot for sequence in plan.sequences])
-    return StateRows(slots, plan.state_loads, plan.state_saves)
+    saves = tuple(SavedState(save.row, save.position, save.checkpoint) for save in plan.state_saves)
+    return StateRows(slots, plan.state_loads, saves)
 
 
 def _token_ids(plan: StepPlan, num_carried: int) -> npt.NDArray[np.int64]:

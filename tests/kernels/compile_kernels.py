@@ -34,7 +34,7 @@ from inflight.executor.attention.triton import TritonAttention
 from inflight.executor.checkpoint.decoder_weights import CLAMPED, SQUARED_RELU, DecoderShape, Rope, Routing
 from inflight.executor.experts.layer import ExpertLayer
 from inflight.executor.experts.products import Activation, GroupedProduct
-from inflight.executor.gpu.adapters import AdapterSlots, Product
+from inflight.executor.gpu.adapters import AdapterSlots
 from inflight.executor.gpu.idle import idle_processed_sampling
 from inflight.executor.gpu.layers import (
     Fp8Product,
@@ -422,7 +422,7 @@ def launch_adapters(shape: DecoderShape) -> None:
     for max_rank in (8, 64):
         slots = AdapterSlots(shape, 8, max_rank, torch.bfloat16, META)
         groups = RowGroups(empty(8 * TILE_ROWS, dtype=torch.int32), empty(8, dtype=torch.int32))
-        for product, size in zip(Product, slots.sizes, strict=True):
+        for product, size in slots.sizes[0].items():
             inputs, outputs = (empty(8, width, dtype=torch.bfloat16) for width in (size.num_inputs, size.num_outputs))
             slots.add(0, product, inputs, outputs, groups)
 

@@ -53,7 +53,7 @@ def test_rows_change_by_their_adapters(dtype: torch.dtype) -> None:
 
 
 def held_bytes(slots: AdapterSlots) -> int:
-    return sum(tensor.nbytes for kind in (slots._a, slots._b) for layer in kind for tensor in layer)
+    return sum(tensor.nbytes for kind in (slots._a, slots._b) for layer in kind for tensor in layer.values())
 
 
 def test_slot_takes_the_bytes_that_are_announced_and_no_higher_rank() -> None:
@@ -78,7 +78,7 @@ def test_slot_holds_nothing_of_the_adapter_before() -> None:
         slots.load(0, random_weights(SHAPE, 2, 1, frozenset({0, 3, 6})))
     for kind in ("_a", "_b"):
         for mine, others in zip(getattr(used, kind), getattr(fresh, kind), strict=True):
-            assert all(torch.equal(one, other) for one, other in zip(mine, others, strict=True))
+            assert all(torch.equal(mine[product], others[product]) for product in mine)
 
 
 @pytest.fixture(scope="module")

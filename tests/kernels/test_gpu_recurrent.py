@@ -297,9 +297,19 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_logits_with_an_adapter_are_those_of_the_merged_model(tmp_path: Path) -> None:
-    folder, adapter = save_model(FAMILY["lfm2"], tmp_path / "lfm2", has_random_vectors=True), tmp_path / "adapter"
-    merged, model = peft_adapter(folder, adapter, ADAPTERS["hybrid"]), load(folder)
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        pytest.param(FAMILY["lfm2"], "hybrid", id="lfm2"),
+        pytest.param(FAMILY["granite_hybrid"], "outputs", id="granite_hybrid"),
+        pytest.param(WITH_EXPERTS["lfm2_moe"], "outputs", id="lfm2_moe"),
+    ],
+)
+def test_logits_with_an_adapter_are_those_of_the_merged_model(
+    tmp_path: Path, config: PretrainedConfig, name: str
+) -> None:
+    folder, adapter = save_model(config, tmp_path / "model", has_random_vectors=True), tmp_path / "adapter"
+    merged, model = peft_adapter(folder, adapter, ADAPTERS[name]), load(folder)
     assert isinstance(model.forward, GpuForward)
     decoder = model.forward.decoder
     decoder.reserve_adapters(2, 16)

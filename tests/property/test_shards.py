@@ -30,7 +30,7 @@ from transformers import (
 
 from inflight.common.kv_size import numbers_of_ranks
 from inflight.common.model_files.layer_sizes import LayerSizes
-from inflight.executor.adapters.weights import AdapterLimits, AdapterMatrix, AdapterWeights, module_name
+from inflight.executor.adapters.weights import AdapterLimits, AdapterMatrix, AdapterWeights
 from inflight.executor.attention.backend import KvShape, LayerKv
 from inflight.executor.attention.cpu import CpuAttention
 from inflight.executor.attention.transformers_hook import ATTENTION_NAME, LayerProbe, register_attention
@@ -250,7 +250,7 @@ def random_adapter(limits: AdapterLimits, rank: int, seed: int) -> AdapterWeight
     }
     return AdapterWeights(
         tuple(
-            tuple(matrices.get(module_name(layer, matrix)) for matrix in limits.shape.projections)
+            tuple(None if name is None else matrices[name] for name in limits.names(layer))
             for layer in range(limits.shape.num_layers)
         )
     )

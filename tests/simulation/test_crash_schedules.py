@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 
 from inflight.bench.simulation.invariants import RequestOutcome
 from inflight.bench.simulation.sim_executor import ExecutorShape
-from inflight.bench.timeline.faults import FaultKind, FaultRates
+from inflight.bench.simulation.world import SimulationFailed, World
+from inflight.bench.timeline.faults import NO_FAULTS, FaultKind, FaultRates
+from inflight.bench.timeline.population import Population
+from inflight.executor.scheduler.states import StatePool
 from tests.simulation.conversations import Conversations
-from tests.simulation.worlds import HYBRID, OVERCOMMITTED, SHAPE, make_world, run_world
+from tests.simulation.worlds import HYBRID, OVERCOMMITTED, OVERCOMMITTED_HYBRID, SHAPE, make_world, run_world
 
 
 def test_every_request_completes_where_nothing_breaks(redis_url: str, pool: str) -> None:
@@ -47,9 +53,8 @@ def test_invariants_hold_for_many_seeds(redis_url: str, pool: str, shape: Execut
         run_world(make_world(redis_url, f"{pool}-{seed}", seed, shape=shape, faults=faults))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_invariants_hold_with_recurrent_state(redis_url: str, pool: str, seed: int) -> None:
-    """Chats whose turns find the state of the last one, few checkpoints, and all faults."""
+def make_hybrid_chats(redis_url: str, pool: str, seed: int, faults: FaultRates = NO_FAULTS) -> World:
+    """Turns find the state of the last one."""
     chats = Conversations(
         rate_per_s=1.0,
         num_turns=4,
@@ -59,11 +64,54 @@ def test_invariants_hold_with_recurrent_state(redis_url: str, pool: str, seed: i
         output_tokens=(4, 20),
         state_grid_tokens=16,
     )
-    requests = chats.requests(seed, 15.0)
-    faults = FaultRates.of("all", 8.0)
-    world = run_world(make_world(redis_url, pool, seed, shape=HYBRID, faults=faults, requests=requests))
+    return make_world(redis_url, pool, seed, shape=HYBRID, faults=faults, requests=chats.requests(seed, 15.0))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_invariants_hold_with_recurrent_state(redis_url: str, pool: str, seed: int) -> None:
+    world = run_world(make_hybrid_chats(redis_url, pool, seed, FaultRates.of("all", 8.0)))
     counts = [executor.scheduler.kv_counts().states for executor in world.executors]
     assert sum(one.usable_tokens for one in counts if one is not None) > 0
+
+
+def make_overcommitted_hybrid(redis_url: str, pool: str, seed: int, faults: FaultRates = NO_FAULTS) -> World:
+    """The first outputs are short, so that too little is reserved for the later ones."""
+    requests = (
+        replace(one, output_tokens=2 if one.number < 64 else 60, max_tokens=100)
+        for one in Population(num_tenants=1, rate_per_s=12.0).requests(seed, 7.0)
+    )
+    return make_world(
+        redis_url, pool, seed, shape=OVERCOMMITTED_HYBRID, faults=faults, requests=requests, num_executors=1
+    )
+
+
+def test_sequences_with_recurrent_state_are_preempted_and_go_on(redis_url: str, pool: str) -> None:
+    """Their state comes back from host memory, or is computed again behind a checkpoint."""
+    (executor,) = run_world(make_overcommitted_hybrid(redis_url, pool, 1)).executors
+    assert executor.scheduler.num_preemptions > 0
+    assert executor.scheduler.num_recomputed_tokens > 0
+    assert executor.device.states is not None
+    assert executor.device.states.num_swapped_in > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_invariants_hold_when_sequences_with_recurrent_state_are_preempted(
+    redis_url: str, pool: str, seed: int
+) -> None:
+    run_world(make_overcommitted_hybrid(redis_url, pool, seed, FaultRates.of("all", 5.0)))
+
+
+@pytest.mark.parametrize(
+    ("restores", "make"),
+    [("swap_in", make_overcommitted_hybrid), ("load", make_hybrid_chats)],
+    ids=["host", "checkpoint"],
+)
+def test_run_fails_if_recurrent_state_is_not_restored(
+    redis_url: str, pool: str, monkeypatch: pytest.MonkeyPatch, restores: str, make: Callable[[str, str, int], World]
+) -> None:
+    monkeypatch.setattr(StatePool, restores, lambda *arguments: None)
+    with pytest.raises(SimulationFailed, match=r"token \d+ is \d+, not \d+"):
+        run_world(make(redis_url, pool, 1))
 
 
 # Seeds that once failed: a reply was lost that said that the pool had forgotten the router, and a router that had hung

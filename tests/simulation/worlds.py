@@ -27,6 +27,7 @@ OVERCOMMITTED = ExecutorShape(
     num_host_blocks=8,
 )
 HYBRID = replace(SHAPE, num_blocks=96, num_checkpoints=10)
+OVERCOMMITTED_HYBRID = replace(OVERCOMMITTED, num_blocks=18, has_prefix_cache=True, num_checkpoints=3, num_host_slots=1)
 ROUTER = RouterShape()
 PART = 8
 

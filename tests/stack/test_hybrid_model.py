@@ -133,11 +133,15 @@ def test_executor_has_host_memory_for_preempted_requests(hybrid_model: Path) -> 
     assert found.num_swapped_in == found.num_preemptions > 0 == found.num_recomputed_tokens
 
 
-def test_ranks_are_refused_by_name(hybrid_model: Path) -> None:
-    with pytest.raises(
-        ModelError, match=r"tensor parallelism needs the native forward pass .* it has recurrent layers"
-    ):
-        load_model(resolve_model(str(hybrid_model)), dtype_name="float32", device_name="cpu", shard=Shard(0, 2))
+def test_ranks_on_gpus_are_refused_by_name(hybrid_model: Path) -> None:
+    with pytest.raises(ModelError, match=r"its recurrent layers run on a GPU without tensor_parallel_size=2 only"):
+        load_model(
+            resolve_model(str(hybrid_model)),
+            dtype_name="float32",
+            backend_name="triton",
+            device_name="cpu",
+            shard=Shard(0, 2),
+        )
 
 
 def test_a_model_for_images_is_served_for_its_text(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from inflight.executor.scheduler.scheduler import Scheduler
 from inflight.executor.scheduler.sequence import NO_PROCESSORS, Processors, Sampling, Sequence, StepResult, Stopping
 from inflight.executor.settings import ExecutorSettings
 from inflight.local.ports import free_ports
+from tests.property.test_hybrid_shards import FAMILY as HYBRIDS
 from tests.support.checkpoints.adapter_files import save_adapter
 from tests.support.checkpoints.tiny_models import save_model, sizes
 from tests.support.stack.ranked_executor import load_ranks
@@ -156,6 +158,30 @@ def test_ranks_with_a_host_tier_choose_the_tokens_of_one_rank(tmp_path: Path) ->
     assert num_swapped_in > 0
     with loaded(model, 2, **changes) as one:
         assert run(one, preempted_requests()) == (expected, num_swapped_in)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("family", "host_bytes"), [("lfm2", 8 << 20), ("qwen3_5", 0), ("granite", 0)], ids=["lfm2", "qwen3.5", "granite"]
+)
+def test_ranks_with_recurrent_state_choose_the_tokens_of_one_rank(tmp_path: Path, family: str, host_bytes: int) -> None:
+    """With sequences that are preempted, whose state comes back or is computed again, and a prompt that finds a
+    checkpoint."""
+    model = str(save_model(HYBRIDS[family], tmp_path / "tiny"))
+    changes: dict[str, Any] = {"dtype": "float32", "batch_scheduler_policy": "max_utilization"}
+    changes |= {"max_tokens_in_paged_kv_cache": 18 * BLOCK_SIZE, "kv_cache_host_memory_bytes": host_bytes}
+    found = []
+    for num_ranks in (1, 2):
+        with loaded(model, num_ranks, **changes) as one:
+            limits = one.limits.states
+            assert limits is not None
+            tokens, num_swapped_in = run(one, preempted_requests())
+            assert (num_swapped_in > 0) == (host_bytes > 0)
+            # The second one loads what the first saves, where so little memory holds a checkpoint.
+            twice = [replace(request(8, GREEDY), request_id=name, cache_salt=b"") for name in "ab"]
+            found.append((tokens, tokens_of(one, twice), limits.num_slots, limits.num_checkpoints))
+        assert [each.num_cached_tokens > 0 for each in twice] == [False, family != "granite"]
+    assert found[0] == found[1]
 
 
 @pytest.mark.timeout(600)

@@ -24,6 +24,7 @@ from inflight.executor.adapters.peft_files import (
 )
 from inflight.executor.adapters.weights import AdapterWeights
 from inflight.executor.checkpoint.decoder_weights import PROJECTIONS
+from inflight.executor.recurrent.mixer import MixerShape
 from tests.support.checkpoints.adapter_files import LIMITS, TARGETS, save_adapter, tensors
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -168,10 +169,17 @@ def test_model_with_experts_has_adapters_of_attention_only(tmp_path: Path) -> No
         assert changed == ["self_attn.q_proj", "self_attn.o_proj"]
 
 
-def test_recurrent_layers_have_adapters_of_their_feed_forward_layers_only(tmp_path: Path) -> None:
+def test_recurrent_layers_have_adapters_of_their_last_projection_and_feed_forward_layers(tmp_path: Path) -> None:
     """An LFM2, whose `out_proj` are of attention and of convolutions."""
     names = (*PROJECTIONS[:3], "self_attn.out_proj", *(f"feed_forward.{name}" for name in ("w1", "w3", "w2")))
-    limits = replace(LIMITS, shape=replace(LIMITS.shape, recurrent_layers=(0,), projections=names))
+    shape = replace(
+        LIMITS.shape,
+        recurrent_layers=(0,),
+        mixer=MixerShape(conv_width=3, channels=LIMITS.shape.hidden_size),
+        projections=names,
+        mixer_output="conv.out_proj",
+    )
+    limits = replace(LIMITS, shape=shape)
     with pytest.raises(AdapterError, match="target_modules names 'in_proj', which is no projection of attention"):
         parse(read_files(save_adapter(tmp_path / "in", target_modules=["in_proj"])), limits)
 
@@ -183,11 +191,16 @@ def test_recurrent_layers_have_adapters_of_their_feed_forward_layers_only(tmp_pa
         {name for name, matrix in zip(names, layer, strict=True) if matrix is not None}
         for layer in (convolution, attention)
     ]
-    assert changed == [{"feed_forward.w1"}, {"feed_forward.w1", "self_attn.out_proj"}]
+    assert changed == [{"feed_forward.w1", "self_attn.out_proj"}] * 2
+    assert {name for name in weights if "out_proj" in name} == {
+        f"{PREFIX}model.layers.{layer}.out_proj.lora_{side}.weight"
+        for layer in ("0.conv", "1.self_attn")
+        for side in "AB"
+    }
 
-    of_convolution = {f"{PREFIX}model.layers.0.conv.out_proj.lora_{side}.weight": torch.zeros(4, 64) for side in "AB"}
+    of_convolution = {f"{PREFIX}model.layers.0.conv.in_proj.lora_{side}.weight": torch.zeros(4, 64) for side in "AB"}
     folder = save_adapter(tmp_path / "all", weights=weights | of_convolution, target_modules="all-linear")
-    with pytest.raises(AdapterError, match=r"layers.0.conv.out_proj.lora_A.weight, which is not of a projection of"):
+    with pytest.raises(AdapterError, match=r"layers.0.conv.in_proj.lora_A.weight, which is not of a projection of"):
         parse(read_files(folder), limits)
 
 

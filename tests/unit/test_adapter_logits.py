@@ -47,13 +47,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "hybrid": {"r": 6, "target_modules": r".*\.(self_attn\.\w+_proj|mlp\.\w+_proj|feed_forward\.w\d)"},
     "attention": {"r": 3, "target_modules": ["q_proj", "v_proj", "o_proj"]},
+    "outputs": {"r": 3, "target_modules": ["q_proj", "v_proj", "out_proj"]},
     "regex": {"r": 5, "target_modules": r".*\.(k_proj|o_proj|gate_proj)", "layers_to_transform": None},
 }
 MODELS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**sizes()),
     "qwen3": Qwen3Config(**sizes(hidden_size=80, intermediate_size=100, head_dim=32)),
     **{name: HYBRIDS[name] for name in NATIVE},
-    "qwen3_5_moe": WITH_EXPERTS["qwen3_5_moe"],
+    **WITH_EXPERTS,
 }
 
 
@@ -67,6 +68,10 @@ CASES = (
     *((name, "hybrid", ["float32", "int8"]) for name in NATIVE if name not in MAMBA2),
     ("granite_hybrid-native", "attention", ["float32"]),
     ("qwen3_5_moe", "attention", ["float32"]),
+    # Layers without experts among those with some.
+    ("qwen3_next", "attention", ["float32", "int8"]),
+    ("lfm2_moe", "outputs", ["float32", "int8"]),
+    *((name, "outputs", ["float32"]) for name in ("lfm2-native", "qwen3_5-native", "granite_hybrid-native")),
 )
 
 

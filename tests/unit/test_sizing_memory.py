@@ -26,6 +26,8 @@ from inflight.executor.settings import ExecutorSettings
 from inflight.tools.sizing.arithmetic import GIBIBYTE, Machine, MemoryOptions, Pool, pool_of
 from inflight.tools.sizing.model_shape import read_model_shape
 from inflight.tools.sizing.weights import GGUF_CODES, Role, cpu_weight_bytes
+from tests.property.test_hybrid_models import CONFIGS as HYBRIDS
+from tests.property.test_native_hybrid import WITH_EXPERTS
 from tests.support.checkpoints.quantized_checkpoints import (
     CONFIGS,
     WIDE,
@@ -165,6 +167,13 @@ def test_a_rank_takes_the_predicted_memory(kind: str, dtype: str, checkpoints: C
     expected = pool.weight_bytes + head_padding(model, dtype, "auto", 2)
     assert expected == pytest.approx(loaded_bytes(native), rel=0.015)
     assert pool.adapter_bytes == native.adapter_slot_bytes(MAX_ADAPTER_RANK)
+
+
+@pytest.mark.parametrize("name", ["lfm2-native", "lfm2_moe", "qwen3_5-native"])
+def test_adapters_of_models_with_recurrent_layers_take_the_predicted_memory(name: str, tmp_path: Path) -> None:
+    model = str(save_model((HYBRIDS | WITH_EXPERTS)[name], tmp_path / name))
+    pool = predicted(model, "float32", max_adapters=1, max_adapter_rank=MAX_ADAPTER_RANK)
+    assert pool.adapter_bytes == load_native(model, "float32", "auto").adapter_slot_bytes(MAX_ADAPTER_RANK)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

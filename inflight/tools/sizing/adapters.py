@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.common.kv_size import blocks_for
-from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER, NUM_ATTENTION_PRODUCTS, LayerSizes
+from inflight.common.model_files.layer_sizes import BYTES_PER_NUMBER, LayerSizes
 
 LANES, ALIGNMENT = 16, 64
 
@@ -18,21 +18,17 @@ def cpu_adapter_slot_bytes(
     has_experts: bool,
     num_recurrent: int = 0,
 ) -> int:
-    """Returns the memory of a slot for an adapter of all seven projections, or of the four of attention beside experts,
-    which have no adapters. Those `num_recurrent` of the layers that are recurrent have none of attention. `outputs` are
-    the sizes that a rank has of the outputs; of one rank they are those of the inputs."""
+    """Returns the memory of a slot for an adapter of all projections that may have one. `num_recurrent` of the layers
+    are recurrent. `outputs` are the sizes that a rank has of the outputs; of one rank they are those of the inputs."""
     size = BYTES_PER_NUMBER[dtype]
     pair = 4 // size
     rank = _up(max_rank, pair)
     total = 0
-    for number, (depth, widths) in enumerate(inputs.products(outputs)):
-        is_attention = number < NUM_ATTENTION_PRODUCTS
-        if has_experts and not is_attention:
-            break
+    for count, depth, widths in inputs.adapted_products(outputs, num_layers, num_recurrent, has_experts=has_experts):
         ranks = _up(rank * len(widths), LANES)
         num_bytes = sum(_up(_up(width, LANES) * rank * size, ALIGNMENT) for width in widths)
         num_bytes += _up(ranks * _up(depth, pair) * size, ALIGNMENT) + _up(ranks * 4, ALIGNMENT)
-        total += num_bytes * (num_layers - num_recurrent if is_attention else num_layers)
+        total += count * num_bytes
     return total
 
 

@@ -198,6 +198,8 @@ def pool_of(
             f"{', '.join(map(str, sizes))}"
         )
     if machine.is_gpu and num_ranks > 1:
+        if shape.recurrent is not None:
+            raise SettingError("recurrent layers do not run on several GPUs")
         _check_gpu_ranks(machine.options)
     head_dim = shape.head_dim if machine.is_gpu else blocks_for(shape.head_dim, CPU_LANES) * CPU_LANES
     head_bytes = _head_bytes(machine, dtype, head_dim)
@@ -208,8 +210,11 @@ def pool_of(
     free_bytes = max(0, machine.memory_bytes - weight_bytes - adapter_bytes - machine.working_bytes)
     budget = KvBudget(max_tokens_in_pool, free_bytes, machine.fraction)
     if shape.recurrent is not None:
-        pool = Pool(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, 0, adapter_bytes=adapter_bytes)
-        return _with_states(pool, shape, shape.recurrent, machine, dtype, budget, steps)
+        pool = Pool(
+            *(weight_bytes, bytes_per_token, tokens_per_block, bytes_per_block, 0, num_ranks),
+            adapter_bytes=adapter_bytes,
+        )
+        return _with_states(pool, shape, shape.recurrent.of_rank(num_ranks), machine, dtype, budget, steps)
     num_blocks = num_kv_blocks(budget, tokens_per_block, bytes_per_block)
     host_bytes = machine.options.kv_cache_host_memory_bytes
     # Of a GPU's host the memory is not known.
@@ -374,16 +379,22 @@ def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: i
     options = machine.options
     if not options.max_adapters or shape.sizes is None:
         return 0
-    num_layers, max_rank = shape.num_layers, options.max_adapter_rank
+    num_recurrent, max_rank = 0 if shape.recurrent is None else shape.recurrent.num_layers, options.max_adapter_rank
+    num_layers = shape.num_kv_layers + num_recurrent
     if machine.is_gpu:
         has_bare_layers = shape.recurrent is not None and shape.recurrent.num_feed_forward > 0
-        if shape.sizes.has_gates or has_bare_layers or (shape.recurrent and shape.has_experts):
+        if shape.sizes.has_gates or has_bare_layers:
             raise SettingError(
-                "adapters of models with gates of attention, with feed-forward layers without gates, or with recurrent "
-                "layers and experts need a CPU: give --memory-gib"
+                "adapters of models with gates of attention, or with feed-forward layers without gates, need a CPU: "
+                "give --memory-gib"
             )
         slot_bytes = gpu_adapter_slot_bytes(
-            num_layers, shape.sizes, max_rank, BYTES_PER_NUMBER[dtype], has_experts=shape.has_experts
+            num_layers,
+            shape.sizes,
+            max_rank,
+            BYTES_PER_NUMBER[dtype],
+            has_experts=shape.has_experts,
+            num_recurrent=num_recurrent,
         )
         return options.max_adapters * slot_bytes
     kv = shape.kv_heads_of_rank(num_ranks) * shape.head_dim
@@ -395,7 +406,7 @@ def _adapter_bytes(shape: ModelShape, machine: Machine, dtype: str, num_ranks: i
         max_rank,
         dtype,
         has_experts=shape.has_experts,
-        num_recurrent=num_layers - shape.num_kv_layers,
+        num_recurrent=num_recurrent,
     )
     return options.max_adapters * slot_bytes
 

@@ -331,17 +331,24 @@ constexpr int QUERY_ROWS = 3;
 #endif
 constexpr int ROW_VECTORS = 4;
 
+// Blocks of a sequence are scattered, so the processor cannot predict the next one, and reading a decode's KV from
+// memory takes longer than computing with it. With AHEAD a line of `ahead`, the groups that are read next, is therefore
+// prefetched for each line that is computed with: many at once would hold up the products.
+//
 // Computes scores of ROWS query rows against `COUNT * WIDTH` keys, from vector `first` of the chunk on.
-template <class Element, bool IS_INT8, int ROWS, int COUNT, class Stored>
-ALWAYS_INLINE void score_tile(Workspace<Element>& work, int row, const Stored* const* keys, int64_t offset, int first,
-                              int num_units) {
+template <class Element, bool IS_INT8, bool AHEAD, int ROWS, int COUNT, class Stored>
+ALWAYS_INLINE void score_tile(Workspace<Element>& work, int row, const Stored* const* keys, const Stored* const* ahead,
+                              int64_t offset, int first, int num_units) {
     typename Element::Sum sums[ROWS][COUNT] = {};
     for (int unit = 0; unit < num_units; ++unit) {
         typename Element::Vector loaded[COUNT];
 #pragma GCC unroll 4
-        for (int v = 0; v < COUNT; ++v)
-            loaded[v] = Element::load_units(keys[(first + v) / VECTORS] + offset +
-                                            (unit * LANES + (first + v) % VECTORS * WIDTH) * Element::PAIR);
+        for (int v = 0; v < COUNT; ++v) {
+            const int group = (first + v) / VECTORS;
+            const int64_t place = offset + (unit * LANES + (first + v) % VECTORS * WIDTH) * Element::PAIR;
+            loaded[v] = Element::load_units(keys[group] + place);
+            if constexpr (AHEAD) prefetch_line(reinterpret_cast<const char*>(ahead[group] + place));
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; ++r) {
             const auto query = unit_at<Element>(work.query[row + r], unit);
@@ -360,9 +367,9 @@ ALWAYS_INLINE void score_tile(Workspace<Element>& work, int row, const Stored* c
 }
 
 // Adds the weighted values of a chunk to `COUNT * WIDTH` numbers of the output of ROWS rows.
-template <class Element, int ROWS, int COUNT, class Stored>
-ALWAYS_INLINE void value_tile(Workspace<Element>& work, int row, const Stored* const* values, int64_t offset,
-                              int num_groups, int first, int dim) {
+template <class Element, bool AHEAD, int ROWS, int COUNT, class Stored>
+ALWAYS_INLINE void value_tile(Workspace<Element>& work, int row, const Stored* const* values,
+                              const Stored* const* ahead, int64_t offset, int num_groups, int first, int dim) {
     constexpr int UNITS = LANES / Element::PAIR;
     constexpr bool ADDS_TO_OUTPUT = std::is_same_v<typename Element::Sum, Floats>;
     typename Element::Sum sums[ROWS][COUNT] = {};
@@ -373,11 +380,15 @@ ALWAYS_INLINE void value_tile(Workspace<Element>& work, int row, const Stored* c
             for (int v = 0; v < COUNT; ++v)
                 sums[r][v] = load(&work.output[row + r][first + v * WIDTH]) * work.rescale[row + r];
     for (int group = 0; group < num_groups; ++group) {
-        const Stored* numbers = values[group] + offset + first * Element::PAIR;
-        for (int unit = 0; unit < UNITS; ++unit, numbers += dim * Element::PAIR) {
+        int64_t place = offset + first * Element::PAIR;
+        for (int unit = 0; unit < UNITS; ++unit, place += dim * Element::PAIR) {
             typename Element::Vector loaded[COUNT];
 #pragma GCC unroll 4
-            for (int v = 0; v < COUNT; ++v) loaded[v] = Element::load_units(numbers + v * WIDTH * Element::PAIR);
+            for (int v = 0; v < COUNT; ++v) {
+                const int64_t at = place + v * WIDTH * Element::PAIR;
+                loaded[v] = Element::load_units(values[group] + at);
+                if constexpr (AHEAD) prefetch_line(reinterpret_cast<const char*>(ahead[group] + at));
+            }
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; ++r) {
                 const auto weight = unit_at<Element>(work.weight[row + r], group * UNITS + unit);
@@ -399,27 +410,29 @@ ALWAYS_INLINE void value_tile(Workspace<Element>& work, int row, const Stored* c
         }
 }
 
-template <class Element, bool IS_INT8, int ROWS, class Stored>
-void score_rows(Workspace<Element>& work, int row, const Stored* const* keys, int64_t offset, int num_groups,
-                int dim) {
+template <class Element, bool IS_INT8, bool AHEAD, int ROWS, class Stored>
+void score_rows(Workspace<Element>& work, int row, const Stored* const* keys, const Stored* const* ahead,
+                int64_t offset, int num_groups, int dim) {
     constexpr int COUNT = ROW_VECTORS;
     int first = 0;
     for (; first + COUNT <= num_groups * VECTORS; first += COUNT)
-        score_tile<Element, IS_INT8, ROWS, COUNT>(work, row, keys, offset, first, dim / Element::PAIR);
+        score_tile<Element, IS_INT8, AHEAD, ROWS, COUNT>(work, row, keys, ahead, offset, first, dim / Element::PAIR);
     for (; first + COUNT / 2 <= num_groups * VECTORS; first += COUNT / 2)
-        score_tile<Element, IS_INT8, ROWS, COUNT / 2>(work, row, keys, offset, first, dim / Element::PAIR);
+        score_tile<Element, IS_INT8, AHEAD, ROWS, COUNT / 2>(work, row, keys, ahead, offset, first,
+                                                             dim / Element::PAIR);
     for (; first < num_groups * VECTORS; ++first)
-        score_tile<Element, IS_INT8, ROWS, 1>(work, row, keys, offset, first, dim / Element::PAIR);
+        score_tile<Element, IS_INT8, AHEAD, ROWS, 1>(work, row, keys, ahead, offset, first, dim / Element::PAIR);
 }
 
-template <class Element, int ROWS, class Stored>
-void value_rows(Workspace<Element>& work, int row, const Stored* const* values, int64_t offset, int num_groups,
-                int dim) {
+template <class Element, bool AHEAD, int ROWS, class Stored>
+void value_rows(Workspace<Element>& work, int row, const Stored* const* values, const Stored* const* ahead,
+                int64_t offset, int num_groups, int dim) {
     constexpr int COUNT = ROW_VECTORS;
     int first = 0;
     for (; first + COUNT * WIDTH <= dim; first += COUNT * WIDTH)
-        value_tile<Element, ROWS, COUNT>(work, row, values, offset, num_groups, first, dim);
-    for (; first < dim; first += WIDTH) value_tile<Element, ROWS, 1>(work, row, values, offset, num_groups, first, dim);
+        value_tile<Element, AHEAD, ROWS, COUNT>(work, row, values, ahead, offset, num_groups, first, dim);
+    for (; first < dim; first += WIDTH)
+        value_tile<Element, AHEAD, ROWS, 1>(work, row, values, ahead, offset, num_groups, first, dim);
 }
 
 // Calls `rows(row, std::integral_constant<int, count>)` for as many rows at a time as fit the registers.
@@ -539,11 +552,6 @@ inline void gather_scales(float* to, const int8_t* const* groups, int64_t offset
         std::memcpy(to + group * LANES, groups[group] + offset, LANES * sizeof(float));
 }
 
-// Prefetches explicitly, since the blocks of a sequence are scattered and the processor cannot predict the next one.
-ALWAYS_INLINE void prefetch(const void* from, size_t num_bytes) {
-    for (size_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
-}
-
 }  // namespace inflight
 
 #include "attention_tiles.h"
@@ -554,23 +562,14 @@ namespace inflight {
 template <class Number>
 class Context {
   public:
-
     Context(const Attention& call, const Item& item)
         : kv_(call.kv),
           table_(call.block_tables + call.table_rows[item.sequence] * call.table_stride),
           groups_per_block_((int)call.block_size / LANES),
-          kv_head_(item.kv_head),
-          num_numbers_(item.num_kv_heads * kv_.head_stride<Number>()) {}
+          kv_head_(item.kv_head) {}
 
     const Number* keys(int index) const { return group(kv_.keys, index); }
     const Number* values(int index) const { return group(kv_.values, index); }
-
-    void prefetch_keys(int start, int end) const {
-        for (int i = start; i < end; ++i) prefetch(keys(i), num_numbers_ * sizeof(Number));
-    }
-    void prefetch_values(int start, int end) const {
-        for (int i = start; i < end; ++i) prefetch(values(i), num_numbers_ * sizeof(Number));
-    }
 
   private:
     const Number* group(void* cache, int index) const {
@@ -581,7 +580,6 @@ class Context {
     const LayerKv& kv_;
     const int32_t* table_;
     const int groups_per_block_, kv_head_;
-    const int64_t num_numbers_;  // of a group, for all heads of the item
 };
 
 // Groups that the rows of an item see: [first, end).
@@ -610,10 +608,13 @@ void prefetch_queries(const Attention& call, const Item& item) {
     const int64_t group_heads = call.num_heads / call.kv.num_kv_heads;
     const int64_t start = call.query_starts[item.sequence] + item.first_row / group_heads;
     const int64_t last = call.query_starts[item.sequence] + (item.first_row + item.num_rows - 1) / group_heads;
-    for (int64_t token = start; token <= last; ++token)
-        prefetch(static_cast<const Number*>(call.queries) + token * call.query_token_stride +
-                     item.kv_head * group_heads * call.query_head_stride,
-                 item.num_kv_heads * group_heads * call.query_head_stride * sizeof(Number));
+    const int64_t num_bytes = item.num_kv_heads * group_heads * call.query_head_stride * sizeof(Number);
+    for (int64_t token = start; token <= last; ++token) {
+        const Number* const queries = static_cast<const Number*>(call.queries) + token * call.query_token_stride +
+                                      item.kv_head * group_heads * call.query_head_stride;
+        for (int64_t byte = 0; byte < num_bytes; byte += 64)
+            prefetch_line(reinterpret_cast<const char*>(queries) + byte);
+    }
 }
 
 // Calls `work(row, token, head)` for each row of an item.
@@ -630,7 +631,7 @@ ALWAYS_INLINE void each_row_of(const Item& item, int group_heads, const Work& wo
 }
 
 // Computes one item. `next` is the item that this thread will probably process next, or null: its first keys are
-// prefetched while the last values of this one are added. The KV is stored as it is computed with, or as int8.
+// read ahead while the last values of this one are added. The KV is stored as it is computed with, or as int8.
 template <class Output, class Element, class Stored>
 void attend_to(const Attention& call, const Item& item, const Item* next, Workspace<Element>& work) {
     using Number = typename Element::Number;
@@ -663,24 +664,13 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
     for (int start = range.first, end; start < range.end; start = end) {
         end = end_of_chunk(start, range);
         const int num_groups = end - start;
-        const Stored *keys[CHUNK_GROUPS], *values[CHUNK_GROUPS];
+        const Stored *keys[CHUNK_GROUPS], *values[CHUNK_GROUPS], *ahead[CHUNK_GROUPS];
         for (int i = 0; i < num_groups; ++i) {
             keys[i] = context.keys(start + i);
             values[i] = context.values(start + i);
         }
-        context.prefetch_values(start, start + num_groups);
-        const auto prefetch_next = [&] {
-            if (end < range.end) {
-                context.prefetch_keys(end, end_of_chunk(end, range));
-            } else if (next != nullptr) {
-                const GroupRange after = groups_of(call, *next);
-                Context<Stored>(call, *next).prefetch_keys(after.first, end_of_chunk(after.first, after));
-                prefetch_queries<Number>(call, *next);
-            }
-        };
         if constexpr (HAS_TILES)
             if (by_tiles && num_rows > FEW_ROWS) {
-                prefetch_next();
                 add_chunk_by_tiles<Element>(call, work, num_rows, keys, values, start, num_groups, dim, factor);
                 continue;
             }
@@ -693,7 +683,9 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
                 }
             if constexpr (IS_INT8) gather_scales(work.key_scale, keys, offset + LANES * dim, num_groups);
             some_at_a_time(num_rows, [&](int row, auto count) {
-                score_rows<Element, IS_INT8, count>(work, head * num_rows + row, keys, offset, num_groups, dim);
+                const auto score = row == 0 ? score_rows<Element, IS_INT8, true, count, Stored>
+                                            : score_rows<Element, IS_INT8, false, count, Stored>;
+                score(work, head * num_rows + row, keys, values, offset, num_groups, dim);
             });
         }
         const int first_key = start * LANES, num_keys = num_groups * LANES;
@@ -710,7 +702,18 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
                 weigh_row<Element, IS_INT8>(work, row, num_keys, factor);
             }
         }
-        prefetch_next();
+        // The keys that are read after these values: of the next chunk, or of the next item's first one. Groups that
+        // have no equal in this chunk are not prefetched.
+        if (end < range.end) {
+            for (int i = 0; i < num_groups; ++i) ahead[i] = context.keys(std::min(end + i, range.end - 1));
+        } else if (next != nullptr) {
+            const GroupRange after = groups_of(call, *next);
+            const Context<Stored> of_next(call, *next);
+            for (int i = 0; i < num_groups; ++i) ahead[i] = of_next.keys(std::min(after.first + i, after.end - 1));
+            prefetch_queries<Number>(call, *next);
+        } else {
+            std::copy_n(values, num_groups, ahead);
+        }
         for (int head = 0; head < item.num_kv_heads; ++head) {
             const int64_t offset = head * head_stride;
             if constexpr (HAS_TILES)
@@ -719,7 +722,9 @@ void attend_to(const Attention& call, const Item& item, const Item* next, Worksp
                     continue;
                 }
             some_at_a_time(num_rows, [&](int row, auto count) {
-                value_rows<Element, count>(work, head * num_rows + row, values, offset, num_groups, dim);
+                const auto weigh = row == 0 ? value_rows<Element, true, count, Stored>
+                                            : value_rows<Element, false, count, Stored>;
+                weigh(work, head * num_rows + row, values, ahead, offset, num_groups, dim);
             });
         }
     }

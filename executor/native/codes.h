@@ -218,48 +218,95 @@ class Mixture {
 // Which of 8 numbers the codes of 4 bits in the lower halves of a lane's bytes multiply, and those in the upper halves.
 constexpr int ORDER_OF_BYTES[8] = {0, 4, 1, 5, 2, 6, 3, 7};
 
-// Rounds COUNT numbers, their largest to 127, for codes of some bits. With a number that is not finite the scale is not
-// a number.
-template <class Element, int COUNT>
-ALWAYS_INLINE void round_numbers(const typename Element::Number* from, int64_t bits, int64_t code_of_zero,
-                                 Rounded& to) {
-    [[maybe_unused]] typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
-    Floats x[COUNT / WIDTH], total = {};
-    Ints largest = {}, sums = {};
-#pragma GCC unroll 8
-    for (int v = 0; v < COUNT / WIDTH; ++v) {
-        x[v] = Element::load_floats(from + v * WIDTH);
-        total += x[v];
-        largest = magnitudes(x[v]) > largest ? magnitudes(x[v]) : largest;
-    }
-    const float magnitude = as_float((uint32_t)largest_of(largest));
-    const float factor = can_be_scaled(magnitude) ? LARGEST_INT8 / magnitude : 0.0f;
-#pragma GCC unroll 8
-    for (int v = 0; v < COUNT / WIDTH; ++v) {
-        const Ints integers = (Ints)(x[v] * factor + TO_INTEGER) - (Ints)all(TO_INTEGER);
-        sums += integers;
+// Writes `COUNT` integers as bytes, for codes of 4 bits in ORDER_OF_BYTES.
+template <int COUNT, int BITS>
+ALWAYS_INLINE void put_bytes(const Ints* from, Rounded* to) {
 #if defined(__AVX512F__)
-        const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);  // ORDER_OF_BYTES
-        const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)integers);
-        _mm_storeu_si128((__m128i*)(to.numbers + v * WIDTH), bits == 4 ? _mm_shuffle_epi8(bytes, order) : bytes);
-#else
-        const Bytes bytes = __builtin_convertvector(integers, Bytes);
-        std::memcpy(to.numbers + v * WIDTH, &bytes, sizeof bytes);
-#endif
+    const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);  // ORDER_OF_BYTES
+#pragma GCC unroll 2
+    for (int v = 0; v < COUNT / WIDTH; ++v) {
+        const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)from[v]);
+        _mm_store_si128((__m128i*)(to->numbers + v * WIDTH), BITS == 4 ? _mm_shuffle_epi8(bytes, order) : bytes);
     }
-#if !defined(__AVX512F__)
-    if (bits == 4)
-        for (int i = 0; i < COUNT; i += LANES) {
-            int8_t ordered[LANES];
-            for (int k = 0; k < LANES; ++k) ordered[k] = to.numbers[i + k / 8 * 8 + ORDER_OF_BYTES[k % 8]];
-            std::memcpy(to.numbers + i, ordered, LANES);
-        }
+#else
+    for (int i = 0; i < COUNT; ++i) {
+        const int number = BITS == 4 ? i / 8 * 8 + ORDER_OF_BYTES[i % 8] : i;
+        to->numbers[i] = (int8_t)from[number / WIDTH][number % WIDTH];
+    }
 #endif
-    to.scale = magnitude < INFINITY ? magnitude / LARGEST_INT8 : NAN;
-    // Unsigned, as a sum of what was not finite may be any number.
-    to.offset = (int32_t)(0u - (uint32_t)code_of_zero * (uint32_t)sum_of(sums));
-    to.sum = sum_of(total);
 }
+
+// Rounds parts of a row of COUNT numbers each, their largest to 127, for codes of some bits. With a number that is not
+// finite a part's scale is not a number.
+template <class Element, int COUNT, int BITS>
+class PartsOfRow {
+    static constexpr int NUM_VECTORS = COUNT / WIDTH, MOST = 64;  // parts at a time
+
+  public:
+    static void round(const typename Element::Number* from, int64_t num_parts, int64_t code_of_zero, Rounded* to) {
+        for (; num_parts > 0; num_parts -= MOST, from += MOST * COUNT, to += MOST)
+            round_some(from, (int)std::min<int64_t>(MOST, num_parts), code_of_zero, to);
+    }
+
+  private:
+    using Number = typename Element::Number;
+    // Each step for all parts before the next, and what crosses vectors for eight: one part would wait for each.
+    static void round_some(const Number* from, int num_parts, int64_t code_of_zero, Rounded* to) {
+        alignas(64) float magnitude[MOST], total[MOST], factor[MOST], scale[MOST];
+        alignas(64) int32_t sum[MOST];
+        eight_at_a_time(num_parts, [&](int first, auto count) {
+            constexpr int SOME = decltype(count)::value;
+            Floats totals[SOME];
+            Ints largest[SOME];
+#pragma GCC unroll 8
+            for (int i = 0; i < SOME; ++i) {
+                totals[i] = Floats{}, largest[i] = Ints{};
+#pragma GCC unroll 8
+                for (int v = 0; v < NUM_VECTORS; ++v) {
+                    const Floats x = Element::load_floats(from + (first + i) * COUNT + v * WIDTH);
+                    totals[i] += x;
+                    largest[i] = larger(magnitudes(x), largest[i]);
+                }
+            }
+            sums_of_each(totals, total + first);
+            largest_of_each(largest, magnitude + first);
+        });
+        for (int part = 0; part < num_parts; ++part) {
+            factor[part] = can_be_scaled(magnitude[part]) ? LARGEST_INT8 / magnitude[part] : 0.0f;
+            scale[part] = magnitude[part] < INFINITY ? magnitude[part] / LARGEST_INT8 : NAN;
+        }
+        eight_at_a_time(num_parts, [&](int first, auto count) {
+            constexpr int SOME = decltype(count)::value;
+            Ints sums[SOME];
+#pragma GCC unroll 8
+            for (int i = 0; i < SOME; ++i) {
+                Ints integers[NUM_VECTORS];
+                sums[i] = Ints{};
+#pragma GCC unroll 8
+                for (int v = 0; v < NUM_VECTORS; ++v) {
+                    const Floats x = Element::load_floats(from + (first + i) * COUNT + v * WIDTH);
+                    integers[v] = (Ints)(x * factor[first + i] + TO_INTEGER) - (Ints)all(TO_INTEGER);
+                    sums[i] += integers[v];
+                }
+                put_bytes<COUNT, BITS>(integers, to + first + i);
+            }
+            sums_of_each(sums, sum + first);
+        });
+        for (int part = 0; part < num_parts; ++part) {
+            // Unsigned, as a sum of what was not finite may be any number.
+            to[part].offset = (int32_t)(0u - (uint32_t)code_of_zero * (uint32_t)sum[part]);
+            to[part].scale = scale[part], to[part].sum = total[part];
+        }
+    }
+
+    // Calls `work(first, std::integral_constant<int, count>)` for eight parts at a time, and one by one for the rest.
+    template <class Work>
+    static ALWAYS_INLINE void eight_at_a_time(int num_parts, const Work& work) {
+        int part = 0;
+        for (; part + EIGHT <= num_parts; part += EIGHT) work(part, std::integral_constant<int, EIGHT>{});
+        for (; part < num_parts; ++part) work(part, std::integral_constant<int, 1>{});
+    }
+};
 
 // Rows as the parts of a matrix read them, for as many rows as were reserved. Products use the memory in turn.
 template <class Element>
@@ -325,14 +372,13 @@ class ViewedRows {
 
   private:
     static void round(const RowView& view, const typename Element::Number* numbers, Rounded* to) {
-        const int64_t size = rounded_size(view.group_size);
-        const Rounded* const end = to + view.num_rounded();
-        if (size == Rounded::MOST)
-            for (; to < end; ++to, numbers += Rounded::MOST)
-                round_numbers<Element, Rounded::MOST>(numbers, view.rounded_for_bits, view.code_of_zero, *to);
-        else
-            for (; to < end; ++to, numbers += Rounded::MOST / 2)
-                round_numbers<Element, Rounded::MOST / 2>(numbers, view.rounded_for_bits, view.code_of_zero, *to);
+        const int64_t size = rounded_size(view.group_size), num_parts = view.num_rounded();
+        auto round = view.rounded_for_bits == 4 ? PartsOfRow<Element, Rounded::MOST, 4>::round
+                                                : PartsOfRow<Element, Rounded::MOST, 8>::round;
+        if (size < Rounded::MOST)
+            round = view.rounded_for_bits == 4 ? PartsOfRow<Element, Rounded::MOST / 2, 4>::round
+                                               : PartsOfRow<Element, Rounded::MOST / 2, 8>::round;
+        round(numbers, num_parts, view.code_of_zero, to);
     }
 
     static float sum(const typename Element::Number* numbers, int64_t count) {
@@ -503,13 +549,11 @@ ALWAYS_INLINE Floats load_scales(const CodeFormat& format, const char* scales, i
     return (Floats)(__builtin_convertvector(exponents, Words) << 23);
 }
 
-// Adds to `sums[row, 32 columns]`, for the columns of one pass. `row_sums` are those of a row's groups.
-template <class Element, int BITS, bool IS_FLOAT, int ROWS>
-void multiply_codes(const CodeFormat& format, const char* block, const char* next, int pass,
-                    const Rows<Element>& rows, const float* row_sums, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+// Computes `to[row, 32 columns]`, for the columns of one pass. `row_sums` are those of a row's groups.
+template <class These, class Element, int ROWS>
+void multiply_codes(const CodeFormat& format, const These& codes, const char* block, const char* next, int pass,
+                    const Rows<Element>& rows, const float* row_sums, float* to, int64_t out_stride) {
     using Number = typename Element::Number;
-    using These = Codes<Element, BITS, IS_FLOAT>;
-    const These codes(format);
     const int64_t num_lanes = format.group_size / (These::UNITS * Element::PAIR);
     int column_of[PASS_VECTORS];
     Floats factors[PASS_VECTORS];
@@ -517,11 +561,7 @@ void multiply_codes(const CodeFormat& format, const char* block, const char* nex
         column_of[v] = (pass * PASS_VECTORS + v) * WIDTH;
         factors[v] = load(reinterpret_cast<const float*>(block) + column_of[v]);
     }
-    Floats out[ROWS][PASS_VECTORS];
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 2
-        for (int v = 0; v < PASS_VECTORS; ++v) out[r][v] = sums[r][pass * PASS_VECTORS + v];
+    Floats out[ROWS][PASS_VECTORS] = {};
     const Number* numbers = rows.numbers;
     const int64_t stride = rows.stride;
     for (int64_t group = 0; group < format.num_groups; ++group, numbers += format.group_size) {
@@ -569,35 +609,32 @@ void multiply_codes(const CodeFormat& format, const char* block, const char* nex
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
-        for (int v = 0; v < PASS_VECTORS; ++v) sums[r][pass * PASS_VECTORS + v] = out[r][v];
+        for (int v = 0; v < PASS_VECTORS; ++v) store(to + r * out_stride + column_of[v], out[r][v]);
 }
 
 // Calls `multiply_codes` with the number of rows as a constant.
-template <class Element, int BITS, bool IS_FLOAT, int ROWS = CODED_ROWS>
-void multiply_some_codes(int num_rows, const CodeFormat& format, const char* block, const char* next, int pass,
-                         const Rows<Element>& rows, const float* row_sums, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+template <class These, class Element, int ROWS = CODED_ROWS>
+void multiply_some_codes(int num_rows, const CodeFormat& format, const These& codes, const char* block,
+                         const char* next, int pass, const Rows<Element>& rows, const float* row_sums, float* out,
+                         int64_t out_stride) {
     if constexpr (ROWS > 1)
         if (num_rows < ROWS)
-            return multiply_some_codes<Element, BITS, IS_FLOAT, ROWS - 1>(num_rows, format, block, next, pass, rows,
-                                                                          row_sums, sums);
-    multiply_codes<Element, BITS, IS_FLOAT, ROWS>(format, block, next, pass, rows, row_sums, sums);
+            return multiply_some_codes<These, Element, ROWS - 1>(num_rows, format, codes, block, next, pass, rows,
+                                                                 row_sums, out, out_stride);
+    multiply_codes<These, Element, ROWS>(format, codes, block, next, pass, rows, row_sums, out, out_stride);
 }
 
-// Adds to `sums[row, 32 columns]` the products of rounded rows, for the columns of one pass.
+// Computes `to[row, 32 columns]` of rounded rows, for the columns of one pass.
 template <int BITS, bool HAS_SHIFTS, bool IS_FLOAT, int ROWS>
 void multiply_rounded(const CodeFormat& format, const char* block, const char* next, int pass, const RoundedRows& rows,
-                      Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+                      float* to, int64_t out_stride) {
     const int64_t size = rounded_size(format.group_size), num_lanes = size * BITS / 32;
     int column_of[PASS_VECTORS];
-    Floats factors[PASS_VECTORS], out[ROWS][PASS_VECTORS];
+    Floats factors[PASS_VECTORS], out[ROWS][PASS_VECTORS] = {};
     for (int v = 0; v < PASS_VECTORS; ++v) {
         column_of[v] = (pass * PASS_VECTORS + v) * WIDTH;
         factors[v] = load(reinterpret_cast<const float*>(block) + column_of[v]);
     }
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 2
-        for (int v = 0; v < PASS_VECTORS; ++v) out[r][v] = sums[r][pass * PASS_VECTORS + v];
     const Rounded* left = rows.parts;
     const int64_t stride = rows.stride;
     for (int64_t group = 0; group < format.num_groups; ++group) {
@@ -654,18 +691,18 @@ void multiply_rounded(const CodeFormat& format, const char* block, const char* n
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
-        for (int v = 0; v < PASS_VECTORS; ++v) sums[r][pass * PASS_VECTORS + v] = out[r][v] * factors[v];
+        for (int v = 0; v < PASS_VECTORS; ++v) store(to + r * out_stride + column_of[v], out[r][v] * factors[v]);
 }
 
 // Calls `multiply_rounded` with the number of rows as a constant.
 template <int BITS, bool HAS_SHIFTS, bool IS_FLOAT, int ROWS = ROUNDED_ROWS>
 void multiply_some_rounded(int num_rows, const CodeFormat& format, const char* block, const char* next, int pass,
-                           const RoundedRows& rows, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
+                           const RoundedRows& rows, float* out, int64_t out_stride) {
     if constexpr (ROWS > 1)
         if (num_rows < ROWS)
             return multiply_some_rounded<BITS, HAS_SHIFTS, IS_FLOAT, ROWS - 1>(num_rows, format, block, next, pass,
-                                                                               rows, sums);
-    multiply_rounded<BITS, HAS_SHIFTS, IS_FLOAT, ROWS>(format, block, next, pass, rows, sums);
+                                                                               rows, out, out_stride);
+    multiply_rounded<BITS, HAS_SHIFTS, IS_FLOAT, ROWS>(format, block, next, pass, rows, out, out_stride);
 }
 
 #ifdef INFLIGHT_AMX
@@ -779,20 +816,29 @@ void multiply_by_tiles(const CodeFormat& format, const char* block, const char* 
 
 #endif
 
-// Computes `out[r, 0..32)` for up to 32 rows by `multiply(count, next, pass, first row, sums)`, MOST_ROWS at a time.
-// `next` is what is probably multiplied next, or null.
+// Calls `multiply(count, next, pass, first row)` for all columns and up to 32 rows, MOST_ROWS at a time. `next` is what
+// is probably multiplied next, or null.
 template <int MOST_ROWS, class Multiply>
-void multiply_by_turns(const char* next, int num_rows, float* out, int64_t out_stride, const Multiply& multiply) {
-    Floats sums[TILE_ROWS][BLOCK_COLUMNS / WIDTH] = {};
+void multiply_by_turns(const char* next, int num_rows, const Multiply& multiply) {
     const int num_turns = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
     for (int pass = 0; pass < NUM_PASSES; ++pass)
         for (int turn = 0, row = 0, end; turn < num_turns; ++turn, row = end) {
             end = (turn + 1) * num_rows / num_turns;
-            const bool is_last = pass == NUM_PASSES - 1 && end == num_rows;
-            multiply(end - row, is_last ? next : nullptr, pass, row, sums + row);
+            multiply(end - row, pass == NUM_PASSES - 1 && end == num_rows ? next : nullptr, pass, row);
         }
-    for (int row = 0; row < num_rows; ++row)
-        for (int v = 0; v < BLOCK_COLUMNS / WIDTH; ++v) store(out + row * out_stride + v * WIDTH, sums[row][v]);
+}
+
+// `multiply_coded` for a kind of codes.
+template <class Element, int BITS, bool IS_FLOAT>
+void multiply_codes_of(const CodeFormat& format, const char* block, const char* next, const Rows<Element>& rows,
+                       const float* row_sums, int num_rows, float* out, int64_t out_stride) {
+    using These = Codes<Element, BITS, IS_FLOAT>;
+    const These codes(format);
+    multiply_by_turns<CODED_ROWS>(next, num_rows, [&](int count, const char* following, int pass, int row) {
+        multiply_some_codes<These, Element>(count, format, codes, block, following, pass, rows.from(row, 0),
+                                            row_sums == nullptr ? nullptr : row_sums + row * format.num_groups,
+                                            out + row * out_stride, out_stride);
+    });
 }
 
 // Computes `out[r, 0..32) = rows[r] · block` for up to 32 rows. `next` is what is probably multiplied next, or null.
@@ -806,15 +852,10 @@ void multiply_coded(const CodeFormat& format, const char* block, const char* nex
         return by_tiles(format, block, next, num_steps, rows, out, out_stride);
     }
 #endif
-    auto multiply = format.bits == 4 ? multiply_some_codes<Element, 4, false> : multiply_some_codes<Element, 8, false>;
+    auto multiply = format.bits == 4 ? multiply_codes_of<Element, 4, false> : multiply_codes_of<Element, 8, false>;
     if (format.is_float)
-        multiply = format.bits == 4 ? multiply_some_codes<Element, 4, !HAS_TABLE> : multiply_some_codes<Element, 8, true>;
-    multiply_by_turns<CODED_ROWS>(
-        next, num_rows, out, out_stride,
-        [&](int count, const char* following, int pass, int row, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
-            multiply(count, format, block, following, pass, rows.from(row, 0),
-                     row_sums == nullptr ? nullptr : row_sums + row * format.num_groups, sums);
-        });
+        multiply = format.bits == 4 ? multiply_codes_of<Element, 4, !HAS_TABLE> : multiply_codes_of<Element, 8, true>;
+    multiply(format, block, next, rows, row_sums, num_rows, out, out_stride);
 }
 
 // The same with rounded rows.
@@ -826,11 +867,9 @@ inline void multiply_rounded_rows(const CodeFormat& format, const char* block, c
         format.has_shifts ? multiply_some_rounded<8, true, false> : multiply_some_rounded<8, false, false>;
     const auto of_integers = format.bits == 4 ? of_4_bits : of_8_bits;
     const auto multiply = format.is_float ? multiply_some_rounded<4, false, true> : of_integers;
-    multiply_by_turns<ROUNDED_ROWS>(
-        next, num_rows, out, out_stride,
-        [&](int count, const char* following, int pass, int row, Floats (*sums)[BLOCK_COLUMNS / WIDTH]) {
-            multiply(count, format, block, following, pass, rows.from(row), sums);
-        });
+    multiply_by_turns<ROUNDED_ROWS>(next, num_rows, [&](int count, const char* following, int pass, int row) {
+        multiply(count, format, block, following, pass, rows.from(row), out + row * out_stride, out_stride);
+    });
 }
 
 }  // namespace inflight

@@ -750,7 +750,8 @@ class DecoderOf final : public Decoder {
                 if (norm != nullptr || num_tokens <= TILE_ROWS || shape_.num_ranks > 1) return;
                 const float* from = activations_.residual + row * activations_.width + block * BLOCK_COLUMNS;
                 for (int i = 0; i < num_rows; ++i, from += activations_.width)
-                    for (int64_t c = 0; c < BLOCK_COLUMNS; c += LANES) __builtin_prefetch(from + c, 1);
+                    for (int64_t c = 0; c < BLOCK_COLUMNS; c += LANES)
+                        prefetch_line(reinterpret_cast<const char*>(from + c));
             };
             const auto finish = [&](int64_t block, int64_t row, int num_rows, float* tile) {
                 const int64_t first = block * BLOCK_COLUMNS;

@@ -181,8 +181,12 @@ void pack_column(const Matrix<Element>& matrix, int64_t column, const typename S
     }
 }
 
-// Asks for the cache line at `from` in the second-level cache.
-ALWAYS_INLINE void prefetch_line(const char* from) { __builtin_prefetch(from, 0, 2); }
+// Prefetches the cache line at `from` into the second-level cache. GCC drops calls of functions that do nothing but
+// prefetch, as they have no effect that it knows; the empty instruction is one.
+ALWAYS_INLINE void prefetch_line(const char* from) {
+    __builtin_prefetch(from, 0, 2);
+    asm volatile("");
+}
 
 // What a thread will probably multiply with next: `lines_per_step` cache lines are prefetched during each step.
 struct Ahead {

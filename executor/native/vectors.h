@@ -72,6 +72,8 @@ ALWAYS_INLINE Floats larger(Floats x, Floats y) {
 #endif
 }
 
+ALWAYS_INLINE Ints larger(Ints x, Ints y) { return (x > y) ? x : y; }
+
 ALWAYS_INLINE float as_float(uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
@@ -151,10 +153,15 @@ struct BFloat16 {
     }
     static ALWAYS_INLINE float get(Number number) { return as_float((uint32_t)number << 16); }
     static ALWAYS_INLINE Floats load_floats(const Number* from) {
+#if defined(__AVX512F__)
+        const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+        return (Floats)_mm512_slli_epi32(words, 16);
+#else
         typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
         Halves halves;
         std::memcpy(&halves, from, sizeof halves);
         return (Floats)(__builtin_convertvector(halves, Words) << 16);
+#endif
     }
 };
 
@@ -296,6 +303,63 @@ ALWAYS_INLINE int32_t largest_of(Ints x) {
     for (int lane = 1; lane < WIDTH; ++lane) largest = x[lane] > largest ? x[lane] : largest;
     return largest;
 #endif
+}
+
+// Sums and maximums of several vectors at a time, with the same bits as of one.
+constexpr int EIGHT = 8;
+
+#if defined(__AVX512F__)
+// Four quarters of two vectors: two of each.
+template <int WHICH, class Vector>
+ALWAYS_INLINE Vector quarters(Vector x, Vector y) {
+    return (Vector)_mm512_shuffle_f32x4((__m512)x, (__m512)y, WHICH);
+}
+
+// Combines the lanes of each vector, those that are the farthest apart first, like `_mm512_reduce_add_ps`.
+template <class Vector, class Combine>
+ALWAYS_INLINE Vector combined_lanes(const Vector (&x)[EIGHT], const Combine& combine) {
+    constexpr int LOWER = 0x44, UPPER = 0xee, EVEN = 0x88, ODD = 0xdd;
+    Vector halves[4], fours[2];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        const Vector first = x[2 * i], second = x[2 * i + 1];
+        halves[i] = combine(quarters<UPPER>(first, second), quarters<LOWER>(first, second));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+        const Vector first = halves[2 * i], second = halves[2 * i + 1];
+        fours[i] = combine(quarters<ODD>(first, second), quarters<EVEN>(first, second));
+    }
+    const __m512d first = (__m512d)fours[0], second = (__m512d)fours[1];
+    const Vector twos = combine((Vector)_mm512_unpackhi_pd(first, second), (Vector)_mm512_unpacklo_pd(first, second));
+    const Vector ones = combine((Vector)_mm512_permute_ps((__m512)twos, 0xb1), twos);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+    return (Vector)_mm512_permutexvar_ps(order, (__m512)ones);
+}
+#endif
+
+// Writes `sum_of` each vector.
+template <class Vector, int COUNT, class Number>
+ALWAYS_INLINE void sums_of_each(const Vector (&x)[COUNT], Number* to) {
+#if defined(__AVX512F__)
+    if constexpr (COUNT == EIGHT) {
+        const Vector sums = combined_lanes(x, [](Vector a, Vector b) { return a + b; });
+        return _mm256_storeu_ps((float*)to, _mm512_castps512_ps256((__m512)sums));
+    }
+#endif
+    for (int i = 0; i < COUNT; ++i) to[i] = sum_of(x[i]);
+}
+
+// Writes `largest_of` each vector of magnitudes.
+template <int COUNT>
+ALWAYS_INLINE void largest_of_each(const Ints (&x)[COUNT], float* to) {
+#if defined(__AVX512F__)
+    if constexpr (COUNT == EIGHT) {
+        const Ints largest = combined_lanes(x, [](Ints a, Ints b) { return larger(a, b); });
+        return _mm256_storeu_ps(to, _mm512_castps512_ps256((__m512)largest));
+    }
+#endif
+    for (int i = 0; i < COUNT; ++i) to[i] = as_float((uint32_t)largest_of(x[i]));
 }
 
 ALWAYS_INLINE bool any_above(Floats x, float bound) {

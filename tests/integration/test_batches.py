@@ -637,9 +637,9 @@ async def started_redis(socket: Path, folder: Path, **options: str) -> asyncio.s
             await asyncio.sleep(POLL_S)
 
 
-@pytest.mark.parametrize("has_data", [True, False])
-async def test_batch_goes_on_when_redis_is_back_with_its_data_and_is_gone_without(
-    cluster: Cluster, settings: dict[str, Any], pool: str, tmp_path: Path, submits: list[Any], has_data: bool
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_batch_goes_on_when_redis_comes_back_and_is_gone_if_redis_is_empty(
+    cluster: Cluster, settings: dict[str, Any], pool: str, tmp_path: Path, submits: list[Any], is_kept: bool
 ) -> None:
     brake, socket = cluster.executors[0].brake, tmp_path / "redis.sock"
     redis = await started_redis(socket, tmp_path)
@@ -661,8 +661,8 @@ async def test_batch_goes_on_when_redis_is_back_with_its_data_and_is_gone_withou
         assert away.value.status_code == 503
         brake.release()
         await until(lambda: len({submit.request_id for submit in submits}) == 24)
-        redis = await started_redis(socket, tmp_path, **({} if has_data else {"appenddirname": "other"}))
-        if has_data:
+        redis = await started_redis(socket, tmp_path, **({} if is_kept else {"appenddirname": "other"}))
+        if is_kept:
             batch = await ended(client, batch.id)
             assert (batch.status, batch.request_counts.completed) == ("completed", 24)
             assert len(await results(client, batch.output_file_id)) == 24

@@ -140,7 +140,8 @@ def chats(num_lines: int, num_chats: int = 30) -> tuple[list[float], list[float]
     arrivals = [chance.expovariate(0.6)]
     while len(arrivals) < num_chats:
         arrivals.append(arrivals[-1] + chance.expovariate(0.6))
-    seen, lines, number = [], set[Sequence](), 0
+    seen: list[Sequence] = []
+    lines, number = set[Sequence](), 0
     while len(seen) < num_chats or not ride.ended.issuperset(seen):
         now_s = ride.device.now_s
         while len(seen) < num_chats and arrivals[len(seen)] <= now_s:

@@ -2,8 +2,9 @@
 
 `step()` is one iteration: execute commands, plan a step, launch it, publish answers and boardings, retire the previous
 step. To *retire* a step is to read its tokens and update the scheduler. With overlap, step N + 1 is planned and
-launched while the device computes step N, and only then step N is retired. Without overlap, or if a step does not allow
-it (`PendingStep.allows_next`), a step is retired before the next one is planned.
+launched while the device computes step N, and only then step N is retired. Without overlap, or if a step or the
+scheduler does not allow it (`PendingStep.allows_next`, `Scheduler.may_run_ahead`), a step is retired before the next
+one is planned.
 
 A step that fails, at launch or when its tokens are read, ends its own sequences only. If the loop cannot continue (a
 bug, a lost device, or a device on which every step fails), the thread calls `on_death` and ends. The sequences of a
@@ -150,7 +151,7 @@ class Engine:
             self._expect(load)
             step = self._launch(plan)
             self._launched.append((plan, load, PlanCounts.of(plan), step))
-            num_ahead = int(self.overlaps and step.allows_next)
+            num_ahead = int(self.overlaps and step.allows_next and self._scheduler.may_run_ahead)
         self._parts.end(LoopPart.LAUNCH)
         self._publish_answers(output)
         self._parts.end(LoopPart.PUBLISH)
@@ -175,7 +176,7 @@ class Engine:
             return StepPlan.of(())
         scheduler = self._scheduler
         budget, allowance, terms, copy_cost = self._prefill_budget, None, None, None
-        step_cost = budget.step_cost() if scheduler.is_shared else None
+        step_cost = budget.step_cost() if scheduler.bounds_batch else None
         load = scheduler.decode_load()
         if scheduler.has_prefill:
             allowance = budget.allowance(load, scheduler.pool.block_size)

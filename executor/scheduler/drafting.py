@@ -67,7 +67,8 @@ class Drafting:
         self._has_waiting = bool(waiting)
         if self._num_steps_to_rest:
             return frozenset(waiting)
-        drafts = {s: self._draft(s) for s in decodes if s.max_drafts and s.num_pending and s not in verifying}
+        may_draft = (s for s in decodes if s.num_pending and s not in verifying and _drafts(s, terms))
+        drafts = {sequence: self._draft(sequence) for sequence in may_draft}
         # The first id of each is the token in flight.
         drafts = {sequence: draft for sequence, draft in drafts.items() if len(draft.ids) > 1}
         if drafts:
@@ -101,7 +102,7 @@ class Drafting:
         self, step: StepBuilder, num_blocks: int, block_size: int, terms: DraftTerms
     ) -> dict[Sequence, tuple[int, ...]]:
         """Returns the drafts that the step verifies."""
-        drafts = {s: self._draft(s) for s in step.known_decodes if s.max_drafts}
+        drafts = {s: self._draft(s) for s in step.known_decodes if _drafts(s, terms)}
         drafts = {s: _within(draft, s.length_limit - len(s.token_ids) - 1) for s, draft in drafts.items() if draft.ids}
         num_wanted = sum(len(draft.ids) for draft in drafts.values())
         num_ids = terms.fitting(step.num_tokens, min(num_wanted, step.num_tokens_left))
@@ -167,3 +168,7 @@ class Drafting:
 
 def _within(draft: Draft, limit: int) -> Draft:
     return draft if len(draft.ids) <= limit else Draft(draft.ids[: max(0, limit)], draft.match_length)
+
+
+def _drafts(sequence: Sequence, terms: DraftTerms) -> bool:
+    return sequence.max_drafts > 0 and (terms.drafts_batch or not sequence.is_batch)

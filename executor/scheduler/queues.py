@@ -14,8 +14,13 @@ from inflight.executor.scheduler.step_constraint import DecodeLoad, PrefillAllow
 # Few sequences wait here, since routers hold the rest, so the more important ones pass these. A larger number would let
 # the others starve.
 MAX_PASSED_BY = 32
-# Of the time of a step that class batch adds, of that of the other classes' decodes.
-BATCH_SHARE = 0.1
+# What class batch adds to a step that it shares with other classes, of the time of their decodes.
+BATCH_SHARE = 0.05
+# How long a step of class batch alone may take while others come, in steps of one row. Of the tokens that 64 rows yield
+# in their time, this gives up about a fifth on a CPU.
+LONGEST_ALONE = 3.0
+# Predicted time of steps since the last sequence of another class left, after which no other is expected.
+QUIET_S = 30.0
 
 
 def turn(sequence: Sequence) -> int:
@@ -44,6 +49,8 @@ class SequenceQueues:
         self.leaving: dict[Sequence, FinishReason | None] = {}
         # Those of class batch that have boarded and not ended; the one that has had no row for longest is first.
         self.batch: OrderedDict[Sequence, None] = OrderedDict()
+        # Whether a sequence of another class has begun to wait since the last plan.
+        self.has_newcomer = False
         # Blocks that the boarded sequences have reserved, and blocks that they use beyond their reservations.
         self.num_reserved_blocks = 0
         self.num_overrun_blocks = 0
@@ -69,6 +76,16 @@ class SequenceQueues:
     def num_boarded(self) -> int:
         """Sequences that have boarded and not ended."""
         return self.num_seated + len(self.ending) + len(self.pausing)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether a sequence of another class than batch has boarded and not ended."""
+        return len(self.batch) < self.num_boarded
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether a sequence of class batch has boarded and not ended, or may board."""
+        return bool(self.batch) or any(one.is_batch for one in chain(self.waiting, self.preempted))
 
     @property
     def is_empty(self) -> bool:
@@ -97,12 +114,14 @@ class SequenceQueues:
         """Adds a sequence that waits for a seat, or until it is ready."""
         queue = self.waiting if sequence.is_ready else self.preparing
         queue[sequence] = None
+        self.has_newcomer |= sequence.is_ready and not sequence.is_batch
         self.num_unseated_tokens += sequence.num_tokens
 
     def mark_prepared(self, sequence: Sequence) -> None:
         """Lets a sequence that was being prepared wait for a seat."""
         del self.preparing[sequence]
         self.waiting[sequence] = None
+        self.has_newcomer |= not sequence.is_batch
 
     def seat(self, sequence: Sequence) -> None:
         """Seats a sequence whose block table has been started."""
@@ -118,6 +137,7 @@ class SequenceQueues:
 
     def launch(self, builder: StepBuilder) -> None:
         """Moves the sequences whose prompt is computed with this step, and those whose last token it yields."""
+        self.has_newcomer = False
         self.num_overrun_blocks += builder.num_overrun_blocks
         self.decode_context += builder.num_decodes
         for sequence in builder.prompts_done:
@@ -214,23 +234,42 @@ class SequenceQueues:
 
 
 class BatchShare:
-    """What class batch gets of the steps that it shares with other classes.
+    """What class batch gets of steps, by their predicted time.
 
-    While a sequence of another class has a seat, those of class batch add about a tenth to the predicted time of a
-    step. Where rows are nearly free, as decodes on a GPU, that is all of them; else their decodes take turns. What a
-    row or a chunk takes beyond that is owed to the next steps, so the longest context gets its turn.
+    | sequences of other classes             | a step with class batch                                              |
+    | -------------------------------------- | -------------------------------------------------------------------- |
+    | on a seat, or come since the last step | takes BATCH_SHARE more than with the others' decodes alone           |
+    | gone for less than QUIET_S             | takes at most LONGEST_ALONE times as long as with one row, because a |
+    |                                        | sequence that comes waits for its end                                |
+    | otherwise                              | has no bound                                                         |
+
+    Where rows are nearly free, as decodes on a GPU, bounded steps hold all of them; else the decodes take turns. What
+    a row or a chunk takes beyond the share is owed to the next steps, so the longest context gets its turn. A static
+    batch (`is_static`) has no bound.
     """
 
-    def __init__(self, queues: SequenceQueues) -> None:
+    def __init__(self, queues: SequenceQueues, *, is_static: bool) -> None:
         self._queues = queues
+        self._is_static = is_static
         self._owed_s = 0.0
+        # Predicted time of steps of class batch alone since the last other sequence left, as far as it is followed.
+        self._quiet_s = QUIET_S
+        # The bound of the step that is planned, and what is left of it.
+        self._longest_s = 0.0
         self._allowance: PrefillAllowance | None = None
 
     @property
     def is_shared(self) -> bool:
-        """Whether class batch and another one are on seats."""
+        """Whether class batch and another one are in the next step."""
         queues = self._queues
-        return bool(queues.batch) and any(not one.is_batch for one in chain(queues.decodes, queues.prefills))
+        return not self._is_static and (queues.has_others or queues.has_newcomer) and queues.has_batch
+
+    @property
+    def expects_others(self) -> bool:
+        """Whether class batch is alone in the next step, and others came lately."""
+        queues = self._queues
+        is_lately = self._quiet_s < QUIET_S and not self._is_static
+        return is_lately and not (queues.has_others or queues.has_newcomer) and queues.has_batch
 
     def others_load(self) -> DecodeLoad:
         """Returns the decodes of the other classes."""
@@ -240,22 +279,36 @@ class BatchShare:
         return DecodeLoad(len(decodes), context, min((ms for ms in targets_ms if ms is not None), default=None))
 
     def begin(self, cost: StepCost, block_size: int) -> tuple[Collection[Sequence], PrefillAllowance]:
-        """Begins a step that is shared. Returns the decodes that are not in it, and what prompts of class batch may
-        take: at least a block of tokens if decodes have left anything."""
-        others = self.others_load()
-        others_s = cost.fixed_s + cost.tokens.token_s * others.num_decodes + cost.tokens.context_s * others.context
-        left_s = BATCH_SHARE * others_s - self._owed_s
+        """Begins a step in which class batch is bounded. Returns the decodes that are not in it, and what prompts of
+        class batch may take: at least a block of tokens if decodes have left anything."""
+        decodes = [one for one in self._queues.batch if one in self._queues.decodes]
+        if self.is_shared:
+            others = self.others_load()
+            least_s = cost.fixed_s + cost.tokens.token_s * others.num_decodes + cost.tokens.context_s * others.context
+            left_s = BATCH_SHARE * least_s - self._owed_s
+        else:
+            least_s = cost.fixed_s
+            row_s = cost.tokens.of(1, decodes[0].num_computed if decodes else 0)
+            left_s = LONGEST_ALONE * (least_s + row_s) - least_s
+            # Its decodes go on, so prompts need not be in each step.
+            block_size = 0 if decodes else block_size
+        self._longest_s = least_s + left_s
         left_out: set[Sequence] = set()
-        for sequence in [one for one in self._queues.batch if one in self._queues.decodes]:
-            if left_s <= 0:
+        for sequence in decodes:
+            if left_s < 0:
                 left_out.add(sequence)
                 continue
             left_s -= cost.tokens.of(1, sequence.num_computed)
             self._queues.batch.move_to_end(sequence)
-        self._allowance = PrefillAllowance(block_size if left_s > 0 else 0, left_s, cost.tokens)
+        self._allowance = PrefillAllowance(block_size if left_s >= 0 else 0, left_s, cost.tokens)
         return left_out, self._allowance
 
     def end(self) -> None:
-        """Ends a step, shared or not."""
-        self._owed_s = 0.0 if self._allowance is None else max(0.0, -self._allowance.seconds)
-        self._allowance = None
+        """Ends a step, bounded or not."""
+        allowance, self._allowance = self._allowance, None
+        self._owed_s = 0.0
+        if self._queues.has_others:
+            self._quiet_s = 0.0
+            self._owed_s = max(0.0, -allowance.seconds) if allowance is not None else 0.0
+        elif allowance is not None:
+            self._quiet_s += self._longest_s - allowance.seconds

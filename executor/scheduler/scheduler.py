@@ -45,6 +45,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
 
 from inflight.executor.pooling.pooled import PooledOutput
@@ -212,7 +213,7 @@ class Scheduler:
             pool, self.prefix_cache, limits.max_prefix_wait_steps
         )
         self._boarding = Boarding(limits, queues, kv_policy, pending_prefixes)
-        self._batch_share = BatchShare(queues)
+        self._batch_share = BatchShare(queues, is_static=limits.batching is Batching.STATIC)
         self.seating = Seating(queues, limits.max_num_sequences)
         self._reserve = ReserveController() if limits.is_overcommitted else None
         self._plans: deque[StepPlan] = deque()
@@ -281,12 +282,15 @@ class Scheduler:
 
         `allowance` bounds the prompt tokens of the step; None means no bound. Without `terms` no tokens are drafted.
         `copy_cost` decides whether prefixes are copied back from host memory or computed; without it they are copied.
-        `step_cost` bounds class batch beside other classes (`BatchShare`).
+        `step_cost` bounds class batch (`BatchShare`); without it nothing does.
         Without work, or while all sequences wait for the steps in flight, the plan has no rows. Such a plan is not in
         flight and must not be passed to `update()`.
         """
         if len(self._plans) == 2:
             raise RuntimeError("two plans are in flight: a third would write to rows and blocks that they read")
+        is_bounded = step_cost is not None and self.bounds_batch
+        if terms is not None and is_bounded:
+            terms = replace(terms, drafts_batch=False)
         waiting: Collection[Sequence] = ()
         if terms is not None and self._drafting is not None and self._plans:
             waiting = self._drafting.waiting(self._queues.decodes, self._plans, terms)
@@ -294,7 +298,7 @@ class Scheduler:
                 return StepPlan.of(())
         left_out: Collection[Sequence] = ()
         batch: PrefillAllowance | None = None
-        if step_cost is not None and self.is_shared:
+        if step_cost is not None and is_bounded:
             left_out, batch = self._batch_share.begin(step_cost, self.pool.block_size)
         self.host.begin_plan()
         builder = StepBuilder(self.limits, self.pool, allowance, copy_cost, self.windows, batch)
@@ -505,13 +509,19 @@ class Scheduler:
         return bool(self._queues.prefills or self._queues.waiting or self._queues.preempted)
 
     @property
-    def is_shared(self) -> bool:
-        """Whether class batch shares the next step with others."""
-        return self.limits.batching is not Batching.STATIC and self._batch_share.is_shared
+    def bounds_batch(self) -> bool:
+        """Whether class batch is bounded in the next step."""
+        return self._batch_share.is_shared or self._batch_share.expects_others
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next step may be planned before the newest one has retired. It may not where class batch is alone
+        and others are expected: one that comes would wait for the end of both."""
+        return not self._batch_share.expects_others
 
     def decode_load(self) -> DecodeLoad:
         """Returns the decodes of the next step, if it is shared without those of class batch."""
-        if self.is_shared:
+        if self._batch_share.is_shared:
             return self._batch_share.others_load()
         queues = self._queues
         num_decodes = len(queues.decodes)

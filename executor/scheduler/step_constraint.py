@@ -108,12 +108,13 @@ class PrefillAllowance:
 class DraftTerms:
     """What drafts may cost: `time_of_step` predicts the seconds of the step by its tokens, which should stay below
     `longest_s`; None: any. The device waits `host_s` for any step, and `wait_s` more for one that is planned only once
-    the one before has retired."""
+    the one before has retired. `drafts_batch` says whether class batch drafts."""
 
     time_of_step: Callable[[int], float]
     longest_s: float | None = None
     host_s: float = 0.0
     wait_s: float = 0.0
+    drafts_batch: bool = True
 
     def with_waits(self, num_tokens: int, num_waits: int) -> Callable[[int], float]:
         """Returns the seconds of a step by its tokens, where any beyond `num_tokens` cost so many waits."""

@@ -137,7 +137,7 @@ class Driver:
             if error.status >= 500:
                 raise
             # Its input file was lost, or its client may call no router any more.
-            await self._fail([Problem(error.code or "failed", error.text)])
+            await self._give_up([Problem(error.code or "failed", error.text)])
 
     async def _run(self) -> None:
         batch = self._batch
@@ -204,8 +204,8 @@ class Driver:
                         results = []
                         now_s = loop.time()
                         due_s = now_s + min(MAX_SEGMENT_S, max(MIN_SEGMENT_S, (now_s - began_s) * SEGMENT_PART))
-            except asyncio.CancelledError:
-                # The gateway stops. Another one has less to do.
+            except (asyncio.CancelledError, ApiError):
+                # The gateway stops, and another one has less to do; or the input file was lost.
                 with contextlib.suppress(ApiError, NotOwnedError):
                     await self._write_segment(results, num_tries=1)
                 raise
@@ -295,9 +295,13 @@ class Driver:
         """Yields results of the lines that have none, as far as the file can be read."""
         if not self._batch.total:
             return  # the file was not checked, and may be no batch
-        async with aclosing(self._unfinished()) as found:
-            async for line in found:
-                yield result_not_run(self._batch, line)
+        try:
+            async with aclosing(self._unfinished()) as found:
+                async for line in found:
+                    yield result_not_run(self._batch, line)
+        except ApiError as error:
+            if error.status >= 500:
+                raise
 
     async def _joined(self, *, is_output: bool) -> AsyncGenerator[bytes, None]:
         """Yields the output, or the errors, of all segments."""
@@ -323,6 +327,17 @@ class Driver:
         file = File(file_id, batch.tenant, filename, "batch_output", num_bytes, created, expires)
         await self._store.create_file(file, is_result=True)
         return file_id
+
+    async def _give_up(self, problems: list[Problem]) -> None:
+        """Ends a batch that cannot go on, with the results that it has, unless these are lost as well."""
+        if self._written.segments and not self._batch.outcome:
+            try:
+                await self._finalize("failed", problems)
+                return
+            except ApiError as error:
+                if error.status >= 500:
+                    raise
+        await self._fail(problems)
 
     async def _fail(self, problems: list[Problem]) -> None:
         """Ends a batch whose lines cannot be run."""

@@ -5,6 +5,7 @@ A content has a name, is written once as a whole, and is never changed. Every ga
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
@@ -58,12 +59,12 @@ async def blocks(contents: Contents, name: str, first: int = 0, end: int | None 
 
 async def lines(contents: Contents, name: str, max_bytes: int) -> AsyncGenerator[tuple[int, bytes | None], None]:
     """Yields the lines of a content that are not blank, each with its number from 1 on; None for a line of more than
-    `max_bytes`."""
+    `max_bytes`. A byte order mark before the first one is skipped, as Windows' editors write it."""
     number, rest, is_too_long = 1, b"", False
     async for block in blocks(contents, name):
         *complete, last = block.split(b"\n")
         for part in complete:
-            line = rest + part
+            line = _without_mark(rest + part, number)
             if is_too_long or len(line) > max_bytes:
                 yield number, None
             elif line.strip():
@@ -74,8 +75,12 @@ async def lines(contents: Contents, name: str, max_bytes: int) -> AsyncGenerator
             rest, is_too_long = b"", True
     if is_too_long:
         yield number, None
-    elif rest.strip():
-        yield number, rest
+    elif (line := _without_mark(rest, number)).strip():
+        yield number, line
+
+
+def _without_mark(line: bytes, number: int) -> bytes:
+    return line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
 
 
 def lost() -> ApiError:

@@ -97,7 +97,10 @@ class Form:
 def _boundary(content_type: str) -> bytes:
     message = Message()
     message["content-type"] = content_type
-    boundary = message.get_boundary()
+    try:
+        boundary = message.get_boundary()
+    except ValueError:  # a parameter in an encoding that cannot be read
+        raise _malformed("has a boundary that cannot be read") from None
     if message.get_content_type() != "multipart/form-data" or not boundary:
         raise ApiError(415, "the body must be multipart/form-data with a file", code="unsupported_media_type")
     if len(boundary) > MAX_BOUNDARY_CHARACTERS:
@@ -111,7 +114,10 @@ def _named(disposition: str) -> tuple[str, str | None]:
     name = message.get_param("name", header="content-disposition")
     if not isinstance(name, str):
         raise _malformed("has a part without a name")
-    return name, message.get_filename()
+    try:
+        return name, message.get_filename()
+    except ValueError:  # as a boundary
+        raise _malformed("has a filename that cannot be read") from None
 
 
 def _malformed(text: str) -> ApiError:

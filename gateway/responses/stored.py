@@ -15,6 +15,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic_core import from_json
+
 from inflight import AsyncClient
 from inflight.gateway.conversion import ApiRequest, Defaults, convert_chat
 from inflight.gateway.errors import ApiError, refused
@@ -94,7 +96,7 @@ class StoredResponses:
         if REFERENCE.encode() not in raw:
             return raw
         try:
-            body = json.loads(raw)
+            body = from_json(raw, allow_inf_nan=False)
         except ValueError:
             return raw  # refused when it is parsed
         names = list(dict.fromkeys(map(response_of, referenced(body))))

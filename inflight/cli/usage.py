@@ -1,7 +1,8 @@
 """`inflight usage`: what tenants have used, as a table, CSV with FOCUS columns, or OpenCost's custom costs.
 
-FOCUS is the FinOps Open Cost and Usage Specification (https://focus.finops.org), version 1.2. Columns that it does not
-define begin with `x_`. A line of usage is one row: its cost is that of its busy time.
+FOCUS is the FinOps Open Cost and Usage Specification (https://focus.finops.org), version 1.2: its mandatory and
+recommended columns, and those of the others that apply. Columns that it does not define begin with `x_`, tags with
+`inflight/`. A line of usage is one row: its cost is that of its busy time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from decimal import Decimal
 from typing import Any
 
 from rich.table import Table
@@ -111,7 +113,7 @@ def _figures(used: Resources) -> dict[str, float | None]:
 
 
 def focus_csv(usage: TenantUsage) -> str:
-    """Returns CSV text with a header. Costs without a price are 0, as FOCUS wants a number."""
+    """Returns CSV text with a header. Without a price, costs and prices are 0, as FOCUS wants numbers."""
     text = io.StringIO()
     rows = [_focus_row(line, usage.currency) for line in usage.lines]
     writer = csv.DictWriter(text, list(_focus_row(_EMPTY, "")), lineterminator="\n")
@@ -123,8 +125,9 @@ def focus_csv(usage: TenantUsage) -> str:
 def _focus_row(line: UsageLine, currency: str) -> dict[str, Any]:
     begin, end = _period(line.day)
     month_begin, month_end = _month(line.day)
-    cost, hours = line.cost or 0.0, line.used.busy_s / HOUR_S
-    unit_price = "" if (price := _price(line)) is None else price
+    cost, hours = _decimal(line.cost or 0.0), _decimal(line.used.busy_s / HOUR_S)
+    unit_price, sku = _decimal(_price(line) or 0.0), line.executor_class or "executor"
+    tags = {f"{PROVIDER}/{name}": value for name, value in _labels(line).items() if value}
     return {
         "AvailabilityZone": "",
         "BilledCost": cost,
@@ -144,6 +147,7 @@ def _focus_row(line: UsageLine, currency: str) -> dict[str, Any]:
         "ContractedCost": cost,
         "ContractedUnitPrice": unit_price,
         "EffectiveCost": cost,
+        "InvoiceId": "",
         "InvoiceIssuerName": PROVIDER,
         "ListCost": cost,
         "ListUnitPrice": unit_price,
@@ -157,12 +161,15 @@ def _focus_row(line: UsageLine, currency: str) -> dict[str, Any]:
         "ResourceType": "Model",
         "ServiceCategory": "AI and Machine Learning",
         "ServiceName": PROVIDER,
-        "SkuId": line.executor_class,
-        "SkuPriceId": line.executor_class,
+        "ServiceSubcategory": "Generative AI",
+        "SkuId": sku,
+        "SkuMeter": "Busy Time",
+        "SkuPriceDetails": json.dumps({"x_ExecutorClass": sku}),
+        "SkuPriceId": sku,
         "SubAccountId": _tenant(line),
         "SubAccountName": _tenant(line),
-        "Tags": json.dumps(_labels(line)),
-        **{f"x_{name}": "" if value is None else value for name, value in _figures(line.used).items()},
+        "Tags": json.dumps(tags),
+        **{f"x_{name}": "" if value is None else _decimal(value) for name, value in _figures(line.used).items()},
     }
 
 
@@ -207,6 +214,11 @@ def _custom_cost(line: UsageLine) -> dict[str, Any]:
             "skuId": line.executor_class,
         },
     }
+
+
+def _decimal(value: float) -> str:
+    """Returns a number without an exponent."""
+    return f"{Decimal(repr(value)):f}"
 
 
 def _price(line: UsageLine) -> float | None:

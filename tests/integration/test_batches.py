@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import subprocess
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from inflight.common.errors import Reason, RequestError
 from inflight.gateway.batches.running import MAX_WAITING
+from inflight.gateway.files.folder import Folder
 from inflight.gateway.store import batches
+from inflight.local.redis_server import find_redis_binary
 from inflight.v1 import inference_pb2
 from tests.integration.test_authorization import api_key, locked_cluster
 from tests.integration.test_gateway import metric, words
@@ -91,6 +98,10 @@ async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
             await asyncio.sleep(POLL_S)
 
 
+def files_below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
 def num_completed(batch: Any) -> int:
     number: int = batch.request_counts.completed
     return number
@@ -150,7 +161,7 @@ async def test_refused_uploads_leave_nothing(client: openai.AsyncOpenAI, tmp_pat
     with pytest.raises(openai.APIStatusError) as other:
         await client.post("/files", body={"purpose": "batch"}, cast_to=object)
     assert other.value.status_code == 415
-    assert not [path for path in (tmp_path / "files").rglob("*") if path.is_file()]
+    assert not files_below(tmp_path)
 
 
 async def test_batch_has_one_result_for_each_line(
@@ -487,3 +498,178 @@ async def test_files_may_be_in_a_bucket(
             for file in files:
                 await client.files.delete(file)
             assert not server.objects
+
+
+async def test_files_of_any_editor_are_read(client: openai.AsyncOpenAI, pool: str) -> None:
+    """With a byte order mark, CRLF and blank lines; and results are read line by line by what ends lines at more."""
+    asked = [line(pool, number) for number in range(4)]
+    asked[2]["custom_id"] = "a\u2028b\x85c\u2029d\x00e\U0001f600"
+    content = b"\r\n \r\n".join(json.dumps(one, ensure_ascii=False).encode() for one in asked)
+    batch = await run(client, b"\xef\xbb\xbf" + content + b"\r\n\r\n")
+    assert (batch.status, batch.request_counts.completed) == ("completed", 4)
+    assert (await results(client, batch.output_file_id)).keys() == {one["custom_id"] for one in asked}
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"\x00" * 99, "invalid_json_line"),
+        ('{"custom_id": "a"}'.encode("utf-16"), "invalid_json_line"),
+        (b"[" * 100_000, "invalid_json_line"),
+        (rb'{"custom_id": "\ud800", "method": "POST", "url": "/v1/completions", "body": {}}', "invalid_json_line"),
+        (b"\xef\xbb\xbf \r\n", "empty_file"),
+    ],
+)
+async def test_what_is_no_batch_is_refused_with_its_line(client: openai.AsyncOpenAI, content: bytes, code: str) -> None:
+    batch = await run(client, content)
+    assert batch.status == "failed"
+    assert [problem.code for problem in batch.errors.data] == [code]
+
+
+async def test_name_of_a_file_is_no_path(client: openai.AsyncOpenAI, gateway: RunningGateway, tmp_path: Path) -> None:
+    names = ("../../../outside.jsonl", "/etc/passwd", "..", "a\x00b", "a\r\nb", "ß\u2028", "x" * 5000)
+    files = [await client.files.create(file=(name, b"x"), purpose="batch") for name in names]
+    assert all(len(file.filename) <= 255 for file in files)
+    stored = {path.relative_to(tmp_path) for path in files_below(tmp_path)}
+    assert stored == {Path("files", "files", file.id) for file in files}
+    async with httpx2.AsyncClient() as http:
+        for file_id in (
+            "..%2f..%2fetc%2fpasswd",
+            "%2e%2e%2ffiles",
+            "file-%00",
+            f"..%2ffiles%2f{files[0].id}",
+            "a" * 5000,
+        ):
+            for answer in (
+                await http.get(f"{gateway.url}/v1/files/{file_id}"),
+                await http.get(f"{gateway.url}/v1/files/{file_id}/content"),
+                await http.delete(f"{gateway.url}/v1/files/{file_id}"),
+                await http.post(f"{gateway.url}/v1/batches/{file_id}/cancel"),
+            ):
+                assert answer.status_code == 404, file_id
+    assert {file.id for file in files} == {file.id async for file in client.files.list()}
+
+
+async def test_batch_whose_file_is_lost_has_the_results_that_it_had(
+    cluster: Cluster, client: openai.AsyncOpenAI, pool: str, tmp_path: Path
+) -> None:
+    brake = cluster.executors[0].brake
+    asked = [line(pool, number, max_tokens=1 if number < 2 else 40) for number in range(40)]
+    brake.hold()
+    file_id = await upload(client, jsonl(asked))
+    batch = await client.batches.create(input_file_id=file_id, **WINDOW)
+    await until(lambda: cluster.executors[0].scheduler.num_held)
+    brake.permit(6)
+    async with asyncio.timeout(WAIT_S):
+        while num_completed(await client.batches.retrieve(batch.id)) < 2:
+            await asyncio.sleep(POLL_S)
+    (tmp_path / "files" / "files" / file_id).unlink()
+    brake.release()
+    batch = await ended(client, batch.id)
+    assert (batch.status, [problem.code for problem in batch.errors.data]) == ("failed", ["content_lost"])
+    assert (await results(client, batch.output_file_id)).keys() >= {"line-0", "line-1"}
+
+
+async def test_batch_that_expires_while_its_files_are_written_is_completed(
+    client: openai.AsyncOpenAI, clock: Clock, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file_id = await upload(client, jsonl([line(pool, number) for number in range(3)]))
+    write = Folder.write
+
+    async def late(self: Folder, name: str, parts: AsyncIterator[bytes]) -> int:
+        clock.added_s += 86_401 * name.startswith("files/")
+        return await write(self, name, parts)
+
+    monkeypatch.setattr(Folder, "write", late)
+    batch = await ended(client, (await client.batches.create(input_file_id=file_id, **WINDOW)).id)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 3)
+    assert len(await results(client, batch.output_file_id)) == 3
+
+
+async def test_crowd_of_calls_on_two_gateways_is_one_batch(
+    cluster: Cluster, client: openai.AsyncOpenAI, settings: dict[str, Any], pool: str, submits: list[Any]
+) -> None:
+    """It is created and then cancelled by several calls at the same moment."""
+    async with run_gateway(cluster.routers[0].address, **settings) as second, second.openai() as other:
+        for is_cancelled in (False, True):
+            submits.clear()
+            file_id = await upload(client, jsonl([line(pool, number, max_tokens=20) for number in range(30)]))
+            options: dict[str, Any] = {"extra_headers": {"Idempotency-Key": file_id}, **WINDOW}
+            both = (client, other) * 3
+            made = await asyncio.gather(*(one.batches.create(input_file_id=file_id, **options) for one in both))
+            (batch_id,) = {batch.id for batch in made}
+            if is_cancelled:
+                await until(lambda: submits)
+                await asyncio.gather(*(one.batches.cancel(batch_id) for one in both))
+            batch = await ended(other, batch_id)
+            assert batch.status == ("cancelled" if is_cancelled else "completed")
+            found = [await results(client, file) for file in (batch.output_file_id, batch.error_file_id)]
+            assert sorted([*found[0], *found[1]]) == sorted(f"line-{number}" for number in range(30))
+            assert len({submit.request_id for submit in submits}) == len(submits)
+
+
+async def test_lapsed_batch_is_taken_by_one_of_a_crowd(redis_url: str) -> None:
+    stores = [batches.BatchStore(redis_url, batches.BatchLimits(3600, 9, 9, 9)) for _ in range(3)]
+    now = int(time.time())
+    batch = batches.Batch("batch_3", "t", "/v1/completions", "file-1", now, now + 86_400, owner="first")
+    assert await stores[0].create_batch(batch)
+    await stores[0].tend({"batch_3": "first"}, gives_back=True)
+    owners = [f"owner {number}" for number in range(12)]
+    taken = await asyncio.gather(*(stores[n % 3].take("batch_3", owner) for n, owner in enumerate(owners)))
+    assert sorted(taken) == ["held"] * 11 + ["taken"]
+    taker = owners[taken.index("taken")]
+    written = [await stores[0].advance(replace(batch, owner=owner), {"completed": 1}) for owner in ("first", *owners)]
+    assert written == [owner == taker for owner in ("first", *owners)]
+    for store in stores:
+        await store.close()
+
+
+async def started_redis(socket: Path, folder: Path, **options: str) -> asyncio.subprocess.Process:
+    """A Redis that keeps its data in a folder, when it answers."""
+    given = {"unixsocket": str(socket), "port": "0", "dir": str(folder), "appendonly": "yes", **options}
+    arguments = [part for name, value in given.items() for part in (f"--{name}", value)]
+    process = await asyncio.create_subprocess_exec(find_redis_binary(), *arguments, stdout=subprocess.DEVNULL)
+    async with asyncio.timeout(WAIT_S), Redis(unix_socket_path=str(socket)) as redis:
+        while True:
+            with contextlib.suppress(RedisError):
+                await redis.ping()
+                return process
+            await asyncio.sleep(POLL_S)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+async def test_batch_goes_on_when_redis_comes_back_and_is_gone_if_redis_is_empty(
+    cluster: Cluster, settings: dict[str, Any], pool: str, tmp_path: Path, submits: list[Any], is_kept: bool
+) -> None:
+    brake, socket = cluster.executors[0].brake, tmp_path / "redis.sock"
+    redis = await started_redis(socket, tmp_path)
+    asked = jsonl([line(pool, number, max_tokens=1 if number < 2 else 6) for number in range(24)])
+    store: dict[str, Any] = {**settings, "store_url": f"unix://{socket}"}
+    async with run_gateway(cluster.routers[0].address, **store) as gateway, gateway.openai() as client:
+        brake.hold()
+        batch = await client.batches.create(input_file_id=await upload(client, asked), **WINDOW)
+        await until(lambda: cluster.executors[0].scheduler.num_held)
+        brake.permit(6)
+        async with asyncio.timeout(WAIT_S):
+            while not num_completed(await client.batches.retrieve(batch.id)):
+                await asyncio.sleep(POLL_S)
+        redis.kill()
+        await redis.wait()
+        socket.unlink()
+        with pytest.raises(openai.InternalServerError) as away:
+            await client.batches.retrieve(batch.id)
+        assert away.value.status_code == 503
+        brake.release()
+        await until(lambda: len({submit.request_id for submit in submits}) == 24)
+        redis = await started_redis(socket, tmp_path, **({} if is_kept else {"appenddirname": "other"}))
+        if is_kept:
+            batch = await ended(client, batch.id)
+            assert (batch.status, batch.request_counts.completed) == ("completed", 24)
+            assert len(await results(client, batch.output_file_id)) == 24
+        else:
+            with pytest.raises(openai.NotFoundError):
+                await client.batches.retrieve(batch.id)
+            again = await run(client, asked)
+            assert (again.status, again.request_counts.completed) == ("completed", 24)
+    redis.kill()
+    await redis.wait()

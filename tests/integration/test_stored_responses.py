@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from redis.asyncio import Redis
@@ -334,3 +335,14 @@ async def test_refusals_of_background_responses_have_their_status(client: openai
     with pytest.raises(openai.NotFoundError) as unknown:
         await client.responses.create(model="gpt-5", input="t1", background=True)
     assert unknown.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("text", [rb"\ud800", b"\x00", b"\xff", rb'", "a": ' + b"[" * 100_000 + rb', "b": "'])
+async def test_body_that_is_not_json_is_refused_whatever_it_refers_to(
+    gateway: RunningGateway, pool: str, text: bytes
+) -> None:
+    items = b'[{"type": "item_reference", "id": "msg_1"}, {"role": "user", "content": "%b"}]' % text
+    body = b'{"model": "%b", "input": %b}' % (pool.encode(), items)
+    async with httpx2.AsyncClient() as http:
+        answer = await http.post(f"{gateway.url}/v1/responses", content=body)
+    assert answer.status_code == 400, answer.text

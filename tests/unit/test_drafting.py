@@ -13,9 +13,9 @@ from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.drafting import Drafting
 from inflight.executor.scheduler.limits import SchedulerPolicy
 from inflight.executor.scheduler.scheduler import Scheduler
-from inflight.executor.scheduler.sequence import FinishReason, StepPlan, StepResult
+from inflight.executor.scheduler.sequence import BATCH_PRIORITY, FinishReason, StepPlan, StepResult
 from inflight.executor.scheduler.sequence import Sequence as Request
-from inflight.executor.scheduler.step_constraint import DraftTerms, PrefillAllowance
+from inflight.executor.scheduler.step_constraint import DraftTerms, PrefillAllowance, PrefillCost, StepCost
 from inflight.executor.speculation.budget import DraftBudget
 from inflight.executor.speculation.proposer import NO_DRAFT, Draft
 from tests.support.scheduler.drafting import CHEAP, EagerBudget
@@ -310,3 +310,16 @@ def test_steps_rest_from_lookups_where_no_draft_pays(num_ahead: int) -> None:
     ids = CountingProposer.lookups[-1]
     assert ids == sequences[ids[1]].token_ids[: len(ids)], "what came during the rest is read later"
     assert lookups_of_steps(4) >= 4
+
+
+def test_class_batch_drafts_nothing_where_it_is_bounded() -> None:
+    scheduler = drafting_scheduler()
+    offer(scheduler, "batch", [7, 0]).priority = BATCH_PRIORITY
+    retire(scheduler, scheduler.schedule(terms=CHEAP), 3)
+    offer(scheduler, "other", [7, 0, 0])
+    cost = StepCost(10.0, PrefillCost(0.01))
+    for expected in ({"batch": 0, "other": 0}, {"batch": 0, "other": 7}):
+        plan = scheduler.schedule(terms=CHEAP, step_cost=cost)
+        assert drafts_of(plan) == expected
+        retire(scheduler, plan, *[3] * plan.num_sampled)
+    assert drafts_of(scheduler.schedule(terms=CHEAP))["batch"] == 7

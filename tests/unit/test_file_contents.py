@@ -118,6 +118,22 @@ async def test_lines_have_their_numbers_in_blocks_of_any_size(tmp_path: Path, mo
         assert found == [(1, b"one"), (3, b"two\r"), (4, None), (5, b"last")]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 100])
+async def test_byte_order_mark_is_no_part_of_the_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    contents = Folder(tmp_path)
+    monkeypatch.setattr(contents_module, "BLOCK_BYTES", size)
+    for content, expected in (
+        (b"\xef\xbb\xbfa\n\xef\xbb\xbfb", [(1, b"a"), (2, b"\xef\xbb\xbfb")]),
+        (b"\xef\xbb\xbfa", [(1, b"a")]),
+        (b"\xef\xbb\xbf\r\n", []),
+        (b"\xef\xbb", [(1, b"\xef\xbb")]),
+    ):
+        await contents.write(NAME, parts_of(content))
+        assert [line async for line in lines(contents, NAME, 10)] == expected
+
+
 BODY = (
     b"preamble\r\n--B\r\nContent-Disposition: form-data; name=\"purpose\"\r\n\r\nbatch\r\n--B\r\n"
     b'Content-Disposition: form-data; name="file"; filename="a b.jsonl"\r\nContent-Type: text/plain\r\n\r\n'
@@ -145,3 +161,15 @@ async def test_body_of_another_type_is_refused(kind: str) -> None:
     with pytest.raises(ApiError) as refused:
         Form(kind, parts_of(BODY))
     assert refused.value.status == 415
+
+
+@pytest.mark.parametrize("encoding", ["undefined", "a\0b"])
+async def test_encodings_that_cannot_be_read_are_refused(encoding: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        Form(f"multipart/form-data; boundary*={encoding}''B", parts_of(BODY))
+    assert refused.value.status == 400
+    body = BODY.replace(b"filename=", f"filename*={encoding}''".encode())
+    form = Form("multipart/form-data; boundary=B", parts_of(body))
+    with pytest.raises(ApiError) as refused:
+        [part async for part in form.file()]
+    assert refused.value.status == 400

@@ -26,7 +26,7 @@ from inflight.executor.attention.flashinfer import FlashInfer, Heads, open_flash
 from inflight.executor.attention.kv_layout import KvLayout
 from inflight.executor.attention.quantized import check_backend, check_fp8_device, kv_dtypes
 from inflight.executor.attention.transformers_hook import ATTENTION_NAME, Layer, LayerProbe, register_attention
-from inflight.executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
+from inflight.executor.checkpoint.decoder_weights import SQUARED_RELU, DecoderWeights, read_decoder
 from inflight.executor.checkpoint.expert_matrices import expand_experts, order_experts
 from inflight.executor.checkpoint.fp8_weight import is_fp8_of_rows
 from inflight.executor.checkpoint.longrope import fix_longrope

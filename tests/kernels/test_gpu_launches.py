@@ -54,6 +54,7 @@ WAYS: dict[str, tuple[Folder, str]] = {
     "recurrent": (of(FAMILY["lfm2"]), "auto"),
     "recurrent-matrices": (of(FAMILY["qwen3_5"]), "auto"),
     "recurrent-mamba": (of(FAMILY["granite_hybrid"]), "auto"),
+    "recurrent-experts": (of(FAMILY["nemotron_h"]), "auto"),
     "network": (of(NETWORKS["experts"]), "auto"),
 }
 
@@ -166,6 +167,7 @@ STEPS = {
     "recurrent": (19, 14),
     "recurrent-matrices": (17, 12),
     "recurrent-mamba": (17, 14),
+    "recurrent-experts": (27, 12),
     "network": (10, 134),
 }
 

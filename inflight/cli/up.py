@@ -16,6 +16,7 @@ from inflight.cli.flags import add_run_dir_flag, resolve_run_dir
 from inflight.cli.parser import CommandParser
 from inflight.common.model_source import resolve_model
 from inflight.local.display import StackDisplay
+from inflight.local.gpus import default_routers, num_gpus
 from inflight.local.options import StackOptions
 from inflight.local.stack import LocalStack, StackError, describe_exit, describe_log
 from inflight.local.state import DEFAULT_RUN_DIR
@@ -69,7 +70,7 @@ def stack_options(flags: argparse.Namespace) -> StackOptions:
     try:
         return StackOptions(
             executors=flags.executors,
-            routers=flags.routers,
+            routers=default_routers(flags.executors, num_gpus()) if flags.routers is None else flags.routers,
             model=flags.model or None,
             executor_args=(
                 *_engine_words(flags),
@@ -196,7 +197,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of executors, each with GPUs of its own (default: 1)",
     )
-    parser.add_argument("--routers", type=int, default=1, metavar="N", help="number of routers (default: 1)")
+    parser.add_argument(
+        "--routers",
+        type=int,
+        metavar="N",
+        help="number of routers (default: 1, or one for each executor with a GPU)",
+    )
     parser.add_argument(
         "--model",
         metavar="MODEL",

@@ -23,6 +23,12 @@ def num_gpus() -> int:
     return 0 if failed else count.value
 
 
+def default_routers(executors: int, num_gpus: int) -> int:
+    """Returns one router, or one for each executor with a GPU: a router carries 50,000 tokens/s, which two executors
+    with small or sparse models exceed (docs/sizing.md)."""
+    return max(1, min(executors, num_gpus))
+
+
 def devices_of(options: StackOptions, num_gpus: int) -> list[int | None]:
     """Returns each executor's `device_index`: the first of the GPUs of its own. It is None if the executor decides:
     there is one executor, or no GPU, or the user chose.

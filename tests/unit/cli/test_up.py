@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -147,6 +148,24 @@ def test_each_executor_has_gpus_of_its_own(
     command = executor_command(options, "executor", "127.0.0.1:1", device_index=devices[-1])
     chosen = [command[i + 1] for i, word in enumerate(command) if word == "--device-index"]
     assert chosen == ([str(devices[-1])] if devices[-1] is not None else ["0"] if "--device-index" in arguments else [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpus", "routers"),
+    [
+        ("", 0, 1),
+        ("--executors 3", 0, 1),
+        ("", 8, 1),
+        ("--executors 3", 8, 3),
+        ("--executors 2 --executor-args='--device-index 0'", 1, 1),
+        ("--executors 3 --routers 2", 8, 2),
+    ],
+)
+def test_each_executor_with_a_gpu_has_a_router(
+    flags: str, gpus: int, routers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inflight.cli.up.num_gpus", lambda: gpus)
+    assert stack_options(up_parser().parse_args(shlex.split(flags))).routers == routers
 
 
 def test_more_executors_than_gpus_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

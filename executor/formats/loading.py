@@ -39,13 +39,21 @@ FITTING_SHARE = 0.9
 RANKS = (2, 4, 8)
 
 
-def load_network(source: ModelSource, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Path]:
-    """Returns the network, and the folder with its configuration. Raises `ModelError` with the reason if it cannot be
-    loaded."""
+def load_network(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, kept_share: float = 1.0
+) -> tuple[PreTrainedModel, Path]:
+    """Returns the network, and the folder with its configuration.
+
+    `kept_share` is the part of the weights' bytes that stays on a CPU: less if this is one of several ranks, or rounds
+    them. Files are mapped, and may be larger than the memory.
+
+    Raises:
+        ModelError: it cannot be loaded, with the reason.
+    """
     if source.gguf_file is not None:
-        network, folder = _load_gguf(source, source.gguf_file, dtype, device)
+        network, folder = _load_gguf(source, source.gguf_file, dtype, device, kept_share)
     else:
-        network, folder = _load_folder(source.folder, dtype, device), source.folder
+        network, folder = _load_folder(source.folder, dtype, device, kept_share), source.folder
     check_network(network)
     _check_numbers(network)
     network.eval().requires_grad_(False).to(device)
@@ -67,7 +75,7 @@ def describe_weights(source: ModelSource) -> str:
 
 
 def _load_gguf(
-    source: ModelSource, path: Path, dtype: torch.dtype, device: torch.device
+    source: ModelSource, path: Path, dtype: torch.dtype, device: torch.device, kept_share: float
 ) -> tuple[PreTrainedModel, Path]:
     header = read_gguf(path)
     folder = import_configuration(source)
@@ -77,16 +85,16 @@ def _load_gguf(
         config = _configuration(folder)
         reason = unsupported_reason(header)
         if reason is None:
-            _check_memory(sum(tensor.num_bytes for tensor in header.tensors), device)
+            _check_memory(sum(tensor.num_bytes for tensor in header.tensors), kept_share, device)
             return load_gguf(header, config, dtype, device), folder
         if architecture_of(header) is not None:
             raise ModelError(f"GGUF file {path} cannot be loaded: {reason}")
     log.warning("%s is imported as a dense model, because %s", path.name, reason)
     folder = import_gguf(source)
-    return _load_folder(folder, dtype, device), folder
+    return _load_folder(folder, dtype, device, kept_share), folder
 
 
-def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device, kept_share: float) -> PreTrainedModel:
     with quiet_transformers(), model_errors(f"model folder {folder} cannot be loaded"):
         quantization = quantization_of(folder)
         config = _configuration(folder)
@@ -98,23 +106,25 @@ def _load_folder(folder: Path, dtype: torch.dtype, device: torch.device) -> PreT
         if (folder / "adapter_config.json").is_file():
             log.warning("%s: adapter_config.json has no effect; --adapter-folder serves adapters", folder)
         if quantization:
-            _check_memory(sum((folder / name).stat().st_size for name in weight_files(folder)), device)
+            num_bytes = sum((folder / name).stat().st_size for name in weight_files(folder))
+            _check_memory(num_bytes, kept_share, device)
             return load_folder(folder, config, quantization, dtype, device)
-        _check_memory(num_weights(folder) * dtype.itemsize, device, 8 * dtype.itemsize)
+        _check_memory(num_weights(folder) * dtype.itemsize, kept_share, device, 8 * dtype.itemsize)
         return load_dense(folder, config, dtype, device)
 
 
-def _check_memory(num_bytes: int, device: torch.device, bits: int | None = None) -> None:
-    """Raises `ModelError` if weights are larger than the memory that is free, before they are read. Numbers of `bits`
-    would be smaller in a quantized checkpoint; of one they stay as they are."""
+def _check_memory(num_bytes: int, kept_share: float, device: torch.device, bits: int | None = None) -> None:
+    """Raises `ModelError` if the share of the weights that is kept is larger than the memory that is free, before they
+    are read. Numbers of `bits` would be smaller in a quantized checkpoint; of one they stay as they are."""
     free_bytes = free_device_bytes(device)
     if free_bytes is None:
         free_bytes = num_available_memory_bytes()
-    if free_bytes is None or num_bytes <= free_bytes:
+    kept_bytes = num_bytes * kept_share
+    if free_bytes is None or kept_bytes <= free_bytes:
         return
     fitting = [] if bits is None else _fitting_sizes(num_bytes, free_bytes, bits, device)
     hint = f"; what fits: {', '.join(fitting)}" if fitting else ""
-    raise ModelError(f"its weights take {num_bytes} bytes, and {free_bytes} are free on {device}{hint}")
+    raise ModelError(f"its weights take {kept_bytes:.0f} bytes, and {free_bytes} are free on {device}{hint}")
 
 
 def _fitting_sizes(num_bytes: int, free_bytes: int, bits: int, device: torch.device) -> list[str]:

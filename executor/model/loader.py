@@ -94,6 +94,8 @@ log = logging.getLogger(__name__)
 NEEDED_BACKENDS = {"quantized_a8": "cpu", "int8": "cpu", "int4": "cpu", "fp8": "triton"}
 # The types with which the weights of a quantized checkpoint stay as they are.
 AS_QUANTIZED = ("quantized", "quantized_a8")
+# The bits of the types to which weights are rounded on a CPU, without scales.
+ROUNDED_BITS = {"int8": 8, "int4": 4}
 FORWARD_IS_SET = "forward=transformers is set"
 
 
@@ -130,7 +132,9 @@ def load_model(
     """
     dtype = choose_dtype(dtype_name, device := choose_device(device_name))
     # The whole model need not fit in the memory of one rank's GPU.
-    network, folder = load_network(source, dtype, device if shard.num_ranks == 1 else torch.device("cpu"))
+    loads_on = device if shard.num_ranks == 1 else torch.device("cpu")
+    kept_share = ROUNDED_BITS.get(weight_dtype, 8 * dtype.itemsize) / (8 * dtype.itemsize) / shard.num_ranks
+    network, folder = load_network(source, dtype, loads_on, 1.0 if is_gpu(loads_on) else kept_share)
     length, sizes = _sequence_length(network, max_sequence_length), sizes if weight_dtype == "auto" else None
     weight_dtype = _with_weights_of(network, weight_dtype)
     with _unsupported(network.config):

@@ -164,6 +164,19 @@ def test_dense_weights_that_do_not_fit_are_refused_with_what_does(
         load_network(resolve_model(str(folder)), torch.float32, torch.device(device))
 
 
+def test_dense_weights_that_fit_once_rounded_or_divided_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files are mapped, so they need not fit."""
+    source = resolve_model(str(save_model(LlamaConfig(**sizes(num_hidden_layers=1)), tmp_path / "model")))
+    free_bytes = (source.folder / "model.safetensors").stat().st_size // 3
+    monkeypatch.setattr(loading, "num_available_memory_bytes", lambda: free_bytes)
+    load_model(source, dtype_name="float32", weight_dtype="int8")
+    load_network(source, torch.float32, torch.device("cpu"), kept_share=1 / 4)
+    with pytest.raises(ModelError, match="are free on cpu"):
+        load_network(source, torch.float32, torch.device("cpu"), kept_share=1 / 2)
+
+
 def test_rows_of_blocks_have_their_scales(tmp_path: Path) -> None:
     tensors, dense = fp8_in_blocks(96, 64)(torch.randn(250, 200, generator=torch.Generator().manual_seed(0)))
     weight = FloatWeight(tensors["weight"].view(torch.uint8), tensors["weight_scale_inv"], 8, 64, 96)

@@ -285,7 +285,9 @@ class BatchShare:
         if self.is_shared:
             others = self.others_load()
             least_s = cost.fixed_s + cost.tokens.token_s * others.num_decodes + cost.tokens.context_s * others.context
-            left_s = BATCH_SHARE * least_s - self._owed_s
+            # One that has come may have to wait for blocks, and then class batch is what the step has.
+            owed_s = self._owed_s if self._queues.has_others else 0.0
+            left_s = BATCH_SHARE * least_s - owed_s
         else:
             least_s = cost.fixed_s
             row_s = cost.tokens.of(1, decodes[0].num_computed if decodes else 0)

@@ -21,8 +21,15 @@ from tests.support.scheduler.scheduling import LIMITS, make_scheduler, make_sequ
 MANY = replace(LIMITS, max_num_sequences=8, num_standby_sequences=8, max_num_tokens=64, context_length=2000)
 
 
-def offer(scheduler: Scheduler, request_id: str, num_prompt_tokens: int, priority: int = BATCH_PRIORITY) -> Sequence:
-    sequence = make_sequence(request_id, range(num_prompt_tokens), max_tokens=1000, salt=None)
+def offer(
+    scheduler: Scheduler,
+    request_id: str,
+    num_prompt_tokens: int,
+    priority: int = BATCH_PRIORITY,
+    max_tokens: int = 1000,
+    salt: bytes | None = None,
+) -> Sequence:
+    sequence = make_sequence(request_id, range(num_prompt_tokens), max_tokens=max_tokens, salt=salt)
     sequence.priority = priority
     assert scheduler.offer(sequence) is None
     return sequence
@@ -65,6 +72,21 @@ def test_all_decodes_are_in_steps_where_they_cost_nothing_and_in_steps_of_their_
         (with_decodes(4, with_other=False), StepCost(10.0, PrefillCost(5.0))),
     ):
         assert all(len(step) >= 4 for step in rows(scheduler, cost, 3))
+
+
+def test_class_batch_goes_on_while_another_that_has_come_waits_for_its_prefix() -> None:
+    cost = StepCost(1.0, PrefillCost(1.0))
+    scheduler = make_scheduler(replace(MANY, max_prefix_wait_steps=100), num_blocks=4000)
+    # Given class batch, whose chunk took more than its share beside another, which then ended
+    offer(scheduler, "other", 4, priority=0, max_tokens=1)
+    batch = offer(scheduler, "batch", 60, salt=b"")
+    rows(scheduler, cost, 1)
+    assert scheduler.num_held == 1
+    assert 0 < batch.num_computed < 60
+    # When one comes that waits for the prefix that class batch computes
+    offer(scheduler, "same", 60, priority=0, salt=b"")
+    # Then class batch is in the next step
+    assert [set(step) for step in rows(scheduler, cost, 2)] == [{"batch"}] * 2
 
 
 def test_prompt_of_class_batch_is_passed_by_others_and_goes_on_in_small_chunks() -> None:

@@ -131,10 +131,7 @@ def load_model(
     `shard`; the leader has the `group` of the others, which must join before the model is checked.
     """
     dtype = choose_dtype(dtype_name, device := choose_device(device_name))
-    # The whole model need not fit in the memory of one rank's GPU.
-    loads_on = device if shard.num_ranks == 1 else torch.device("cpu")
-    kept_share = ROUNDED_BITS.get(weight_dtype, 8 * dtype.itemsize) / (8 * dtype.itemsize) / shard.num_ranks
-    network, folder = load_network(source, dtype, loads_on, 1.0 if is_gpu(loads_on) else kept_share)
+    network, folder = load_network(source, dtype, *_place(weight_dtype, dtype, device, shard))
     length, sizes = _sequence_length(network, max_sequence_length), sizes if weight_dtype == "auto" else None
     weight_dtype = _with_weights_of(network, weight_dtype)
     with _unsupported(network.config):
@@ -408,6 +405,16 @@ def _check_choice(choice: BackendChoice, kv_dtypes: Sequence[torch.dtype], devic
     check_backend(kv_dtypes, choice.backend, device)
     if choice.is_fallback:
         log.warning("attention backend %s", choice.reason)
+
+
+def _place(weight_dtype: str, dtype: torch.dtype, device: torch.device, shard: Shard) -> tuple[torch.device, float]:
+    """Returns where a model is loaded, and which part of it is kept there (`load_network`)."""
+    if is_gpu(device) and shard.num_ranks == 1:
+        return device, 1.0
+    bits = 8 * dtype.itemsize
+    kept_share = ROUNDED_BITS.get(weight_dtype, bits) / bits / shard.num_ranks
+    # The whole model need not fit in the memory of one rank's GPU.
+    return (device if shard.num_ranks == 1 else torch.device("cpu")), kept_share
 
 
 def _with_weights_of(network: PreTrainedModel, weight_dtype: str) -> str:

@@ -147,7 +147,8 @@ class FakeDevice:
     def corrupt(self, plan: StepPlan) -> None:
         """Runs a step that fails: what it leaves where it writes is garbage, and so is what comes after it."""
         self._swap(plan)
-        self._state_contents.clear()
+        written = {sequence.state_slot for sequence in plan.touched}
+        self._state_contents = {slot: kept for slot, kept in self._state_contents.items() if slot not in written}
         self._checkpoints.update({save.checkpoint: (0, 0) for save in plan.state_saves})
         self._lost.update(plan.sequences, plan.swapped)
         for _, host_block in plan.swaps_out:

@@ -30,8 +30,8 @@ CHANNELS_MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class RecurrentShape:
-    """The recurrent layers of a model: convolutions of `channels` over `conv_width` positions and, but for short
-    convolutions, `num_heads` states of `key_dim` times `value_dim` numbers on `num_key_heads` heads of keys. With
+    """The recurrent layers of a model: convolutions of `channels` over `conv_width` positions and, unless these are
+    short convolutions, `num_heads` states of `key_dim` times `value_dim` numbers on `num_key_heads` heads of keys. With
     `corrects` they are gated delta nets, else Mamba 2.
 
     `extra_weights` are the numbers of the model's matrices beyond those of a Llama of the same sizes.

@@ -109,7 +109,9 @@ def test_memory_is_the_predicted_one_and_the_network_keeps_no_matrix(
 ) -> None:
     networks: list[PreTrainedModel] = []
 
-    def load_and_keep(source: ModelSource, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, Path]:
+    def load_and_keep(
+        source: ModelSource, dtype: torch.dtype, device: torch.device, kept_share: float = 1.0
+    ) -> tuple[PreTrainedModel, Path]:
         network, folder = load_network(source, dtype, device)
         networks.append(network)
         return network, folder

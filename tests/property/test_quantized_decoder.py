@@ -90,7 +90,9 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inflight.executor.model.loader.load_network", load_quantized)
 
 
-def load_quantized(source: ModelSource, dtype: torch.dtype, device: torch.device) -> tuple[Any, Path]:
+def load_quantized(
+    source: ModelSource, dtype: torch.dtype, device: torch.device, kept_share: float = 1.0
+) -> tuple[Any, Path]:
     loaded, folder = load_network(source, torch.float32, device)
     network: Any = loaded
     generator = torch.Generator().manual_seed(0)

@@ -127,6 +127,16 @@ def test_the_live_display_shows_every_rider_and_the_totals() -> None:
     assert "▣ #1" in output
 
 
+def test_request_whose_end_is_seen_before_that_of_the_one_in_its_seat_boards_first() -> None:
+    here = Board(PROMPTS[:3], 2)
+    for rider in here.riders[:2]:
+        here.board(rider, 0.0)
+    assert here.board(here.riders[2], 0.1) == []
+    boards, leaves = here.leave(here.riders[2], 0.2, "length")
+    assert boards == f"#3 boards: {PROMPTS[2].text}"
+    assert leaves.startswith("#3 leaves")
+
+
 # --- a round
 
 

@@ -77,8 +77,10 @@ class Board:
 
     def leave(self, rider: Rider, now_s: float, ending: str) -> list[str]:
         """Records that the request has finished; returns messages to show."""
+        # The end of the one whose seat it took may be seen later than its own.
+        boards = [f"#{rider.number} boards: {rider.prompt.text}"] if rider in self._without_seat else []
         news = f"#{rider.number} leaves after {rider.num_tokens} tokens ({ending})"
-        return [news, *self._end(rider, now_s, RiderState.DONE, ending)]
+        return [*boards, news, *self._end(rider, now_s, RiderState.DONE, ending)]
 
     def fail(self, rider: Rider, now_s: float, ending: str) -> list[str]:
         """Records that the request failed; returns messages to show."""

@@ -147,10 +147,8 @@ def pack_step(batch: StepBatch, want: Want) -> bytes:
 def unpack_step(content: bytes) -> tuple[Want, StepBatch]:
     """Returns the step of a message."""
     sizes = np.frombuffer(content, np.int64, NUM_STEP_SIZES).tolist()
-    want, num_tokens, num_sequences, num_logits, num_blocks, block_size, num_decodes, has_adapters, has_windows = sizes[
-        :9
-    ]
-    has_states, num_loads, num_saves = sizes[9:]
+    want, num_tokens, num_sequences, num_logits, num_blocks, block_size, num_decodes, *others = sizes
+    has_adapters, has_windows, has_states, num_loads, num_saves = others
     cursor = _Cursor(content, NUM_STEP_SIZES * 8)
     token_ids, positions, slots = (cursor.take(np.int64, num_tokens) for _ in range(3))
     logit_rows = cursor.take(np.int64, num_logits)

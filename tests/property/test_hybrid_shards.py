@@ -5,23 +5,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
+from transformers import GraniteMoeHybridConfig, Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
 
-from inflight.executor.attention.transformers_hook import ATTENTION_NAME, LayerProbe, register_attention
-from inflight.executor.checkpoint.decoder_weights import DecoderWeights, read_decoder
 from inflight.executor.checkpoint.shards import indivisible_reason
 from inflight.executor.parallel.messages import Want, pack_step, unpack_step
 from inflight.executor.recurrent.mixer import StateSizes
-from inflight.executor.recurrent.network import attention_layers, replace_recurrent_layers
 from inflight.executor.scheduler.sequence import PlanRow, StateLoad, StateSave, StepPlan
 from inflight.executor.step.batch import pack
 from tests.property.test_hybrid_models import BLOCK_SIZE, TOKENS, sequence_of
-from tests.property.test_shards import Ranks
+from tests.property.test_shards import Ranks, read
 from tests.support.checkpoints.tiny_models import save_model, sizes
 
 pytestmark = pytest.mark.timeout(600)
@@ -58,19 +54,6 @@ FAMILY["granite"] = GraniteMoeHybridConfig(
 # Four ranks have the same keys in pairs.
 FAMILY["granite-groups"] = GraniteMoeHybridConfig(**FAMILY["granite"].to_dict() | {"mamba_n_groups": 2})
 CHUNKS = (3, 1, 60, 1, 1, 64, 5)
-
-
-def read(folder: Path, dtype: torch.dtype) -> DecoderWeights:
-    network: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).eval()
-    replace_recurrent_layers(network)
-    register_attention()
-    network.set_attn_implementation(ATTENTION_NAME)
-    probe = LayerProbe()
-    with torch.inference_mode():
-        network(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False, inflight_step=probe)
-    weights = read_decoder(network, probe.layers(network.config, attention_layers(network)))
-    assert isinstance(weights, DecoderWeights), weights
-    return weights
 
 
 def outputs(ranks: Ranks) -> Tensor:

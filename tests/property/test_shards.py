@@ -40,6 +40,7 @@ from inflight.executor.cpu.decoder import ALL_GATHER, ExchangeError, NativeDecod
 from inflight.executor.cpu.streams import DEFAULT_STREAM
 from inflight.executor.native.library import NativeLibrary, load_native
 from inflight.executor.native.pool import NativePool
+from inflight.executor.recurrent.network import attention_layers, replace_recurrent_layers
 from inflight.executor.step.batch import StepBatch
 from inflight.tools.sizing.adapters import cpu_adapter_slot_bytes
 from tests.support.checkpoints.adapter_files import SHAPE
@@ -112,12 +113,15 @@ class Meeting:
 
 def read(folder: Path, dtype: torch.dtype) -> DecoderWeights:
     network: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype).eval()
+    replace_recurrent_layers(network)
     register_attention()
     network.set_attn_implementation(ATTENTION_NAME)
     probe = LayerProbe()
     with torch.inference_mode():
         network(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False, inflight_step=probe)
-    weights = read_decoder(network, probe.layers(network.config.get_text_config(decoder=True)))
+    weights = read_decoder(
+        network, probe.layers(network.config.get_text_config(decoder=True), attention_layers(network))
+    )
     assert isinstance(weights, DecoderWeights), weights
     return weights
 

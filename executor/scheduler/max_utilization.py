@@ -428,8 +428,10 @@ class Candidate:
 
 def choose_victim(candidates: Iterable[Candidate], last_victim: Sequence | None) -> Sequence | None:
     """Returns the sequence to preempt: the lowest priority first, then no deadline, then the latest deadline, then the
-    lowest cost, then the latest arrival. The last victim is chosen again only if it is alone."""
+    lowest cost, then the latest arrival. The last victim is chosen again only if it is alone, or alone of class batch,
+    which gives way to all others."""
     candidates = list(candidates)
+    candidates = [candidate for candidate in candidates if candidate.sequence.is_batch] or candidates
     others = [candidate for candidate in candidates if candidate.sequence is not last_victim]
     victim = min(others or candidates, key=_order, default=None)
     return None if victim is None else victim.sequence

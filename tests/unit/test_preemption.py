@@ -20,7 +20,7 @@ from inflight.executor.scheduler.max_utilization import (
 )
 from inflight.executor.scheduler.plan_builder import StepBuilder
 from inflight.executor.scheduler.scheduler import Batching, Refusal, Scheduler, SchedulerPolicy
-from inflight.executor.scheduler.sequence import FinishReason, Sequence, StepPlan
+from inflight.executor.scheduler.sequence import BATCH_PRIORITY, FinishReason, Sequence, StepPlan
 from tests.support.scheduler.scheduling import (
     BLOCK_SIZE,
     LIMITS,
@@ -98,6 +98,15 @@ class TestVictims:
         assert choose_victim([cheap, dear], cheap.sequence) is dear.sequence
         assert choose_victim([cheap], cheap.sequence) is cheap.sequence
         assert choose_victim([], None) is None
+
+    def test_are_of_class_batch_while_it_has_a_seat(self) -> None:
+        first, second = (
+            Candidate(modest(name, [1], priority=BATCH_PRIORITY), cost) for name, cost in (("a", 1), ("b", 2))
+        )
+        other = Candidate(modest("c", [1]), 0.0)
+
+        assert choose_victim([first, second, other], first.sequence) is second.sequence
+        assert choose_victim([first, other], first.sequence) is first.sequence
 
 
 class TestCost:

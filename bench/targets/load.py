@@ -26,7 +26,8 @@ from inflight.bench.workloads.plan import GATE_TOKENS, PlannedRequest, Workload
 from inflight.errors import InflightError
 from inflight.events import Delta, Event, Started
 
-SAMPLE_INTERVAL_S = 0.1
+# A sample is a call to the router, which takes processor time from what is measured.
+SAMPLE_INTERVAL_S = 0.5
 # An executor reports at least once a second: by then its last step is counted.
 SETTLE_TIMEOUT_S = 3.0
 

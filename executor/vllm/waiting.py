@@ -7,13 +7,13 @@ itself does after a second of silence.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-# A notification may be lost, as vLLM's own limit of 5 s for idle readers allows for. All notifications to a process
-# were lost after it had been stopped and continued.
-LONGEST_WAIT_MS = 2
+# A notification may be lost, as vLLM's own limit of 5 s for idle readers allows for.
+SHORTEST_WAIT_MS, LONGEST_WAIT_MS = 2, 16
 
 
 class WaitingExecutor(MultiprocExecutor):  # type: ignore[misc]
@@ -28,7 +28,14 @@ class WaitingExecutor(MultiprocExecutor):  # type: ignore[misc]
 
 
 def _sleep(condition: Any) -> None:
-    """Makes a reader sleep until it is notified, at most LONGEST_WAIT_MS; then it looks at the shared memory again."""
+    """Makes a reader sleep until it is notified. After a quarter of the time since the last message it looks at the
+    shared memory again, so that a lost notification costs at most a fifth of a step, and few wake-ups disturb it."""
     wait = condition.wait
     condition.busy_loop_s = 0.0
-    condition.wait = lambda timeout_ms=None: wait(timeout_ms=min(timeout_ms or LONGEST_WAIT_MS, LONGEST_WAIT_MS))
+
+    def sleep(timeout_ms: int | None = None) -> None:
+        since_ms = int(1000 * (time.monotonic() - condition.last_read))
+        longest_ms = min(LONGEST_WAIT_MS, max(SHORTEST_WAIT_MS, since_ms // 4))
+        wait(timeout_ms=min(timeout_ms or longest_ms, longest_ms))
+
+    condition.wait = sleep

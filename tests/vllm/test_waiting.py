@@ -13,12 +13,16 @@ INTERFACE = "vllm.v1.executor.multiproc_executor"
 MODULE = "inflight.executor.vllm.waiting"
 
 
-def test_engine_process_sleeps_until_its_workers_notify_it_or_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_process_sleeps_until_its_workers_notify_it_or_for_a_quarter_of_the_time_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waits_ms: list[int] = []
 
     class Base:
         def _init_executor(self) -> None:
-            condition = SimpleNamespace(busy_loop_s=1.0, wait=lambda *, timeout_ms: waits_ms.append(timeout_ms))
+            condition = SimpleNamespace(
+                busy_loop_s=1.0, last_read=100.0, wait=lambda *, timeout_ms: waits_ms.append(timeout_ms)
+            )
             local = SimpleNamespace(_spin_condition=condition)
             self.response_mqs = [local, SimpleNamespace(_spin_condition=None), SimpleNamespace()]
 
@@ -27,11 +31,13 @@ def test_engine_process_sleeps_until_its_workers_notify_it_or_for_a_moment(monke
         monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
     vllm: Any = sys.modules[INTERFACE]
     vllm.MultiprocExecutor = Base
-    executor = importlib.import_module(MODULE).WaitingExecutor()
+    module = importlib.import_module(MODULE)
+    executor = module.WaitingExecutor()
     del sys.modules[MODULE]
     executor._init_executor()
     condition = executor.response_mqs[0]._spin_condition
     assert condition.busy_loop_s == 0.0
-    for timeout_ms in (None, 5000, 1):
+    for now_s, timeout_ms in ((100.0, None), (100.04, 5000), (100.04, 1), (160.0, None)):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda now_s=now_s: now_s))
         condition.wait(timeout_ms=timeout_ms)
-    assert waits_ms == [2, 2, 1]
+    assert waits_ms == [2, 10, 1, 16]

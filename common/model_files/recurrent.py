@@ -28,94 +28,117 @@ DELTA_PLACES = 2 * DELTA_GRID
 CHANNELS_MULTIPLE = 16
 
 
+# Heads or channels, and the numbers of each.
+Part = tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
-class RecurrentShape:
-    """The recurrent layers of a model: convolutions of `channels` over `conv_width` positions and, unless these are
-    short convolutions, `num_heads` states of `key_dim` times `value_dim` numbers on `num_key_heads` heads of keys. With
-    `corrects` they are gated delta nets, else Mamba 2.
+class MixerShape:
+    """Sizes of a recurrent layer: a convolution of `channels` over `conv_width` positions and, in a gated delta net,
+    `num_heads` states of `key_dim` times `value_dim` numbers on `num_key_heads` heads of keys. Without it, in a short
+    convolution, these are 0. Mamba 2 is a gated delta net whose tokens are not corrected (`corrects`): its heads of
+    keys are its groups."""
 
-    `extra_weights` are the numbers of the model's matrices beyond those of a Llama of the same sizes.
-    `num_feed_forward` layers are neither these nor attention.
-    """
-
-    num_layers: int
     conv_width: int
     channels: int
-    extra_weights: int
     num_key_heads: int = 0
     num_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
     corrects: bool = True
-    num_feed_forward: int = 0
 
     @property
     def depth(self) -> int:
-        """Numbers of a row that a layer yields before its last projection."""
+        """Numbers of a position before the output projection."""
         return self.num_heads * self.value_dim or self.channels
+
+    @property
+    def conv_parts(self) -> tuple[Part, ...]:
+        """The channels of the convolution: queries, keys and values of a gated delta net; x, B and C of Mamba 2."""
+        if not self.num_heads:
+            return ((self.channels, 1),)
+        keys, values = (self.num_key_heads, self.key_dim), (self.num_heads, self.value_dim)
+        return (keys, keys, values) if self.corrects else (values, keys, keys)
+
+    @property
+    def input_parts(self) -> tuple[Part, ...]:
+        """The rows of the projections in front of it: B, C and x of a short convolution; beside the channels z, b and a
+        of a gated delta net, or z and dt of Mamba 2."""
+        if not self.num_heads:
+            return self.conv_parts * 3
+        values, numbers = (self.num_heads, self.value_dim), (self.num_heads, 1)
+        return (*self.conv_parts, values, numbers, numbers) if self.corrects else (values, *self.conv_parts, numbers)
+
+    def indivisible_reason(self, num_ranks: int) -> str | None:
+        """Returns why it cannot be divided between so many ranks; None if it can. Ranks may have the same keys of
+        Mamba 2, whose heads add to their states independently."""
+        if num_ranks == 1:
+            return None
+        if not self.num_heads:
+            if self.channels % (num_ranks * CHANNELS_MULTIPLE) == 0:
+                return None
+            channels = f"{self.channels} channels of convolutions"
+            return f"{channels} cannot be divided by {num_ranks} into multiples of {CHANNELS_MULTIPLE}"
+        num_key_heads = self.num_key_heads
+        if self.corrects:
+            if num_key_heads % num_ranks == 0:
+                return None
+            return f"{num_key_heads} heads of keys of gated delta nets cannot be divided by {num_ranks}"
+        if self.num_heads % num_ranks == 0 and (num_key_heads % num_ranks == 0 or num_ranks % num_key_heads == 0):
+            return None
+        return f"{self.num_heads} heads of Mamba 2 in {num_key_heads} groups cannot be divided by {num_ranks}"
+
+    def of_rank(self, num_ranks: int) -> MixerShape:
+        """Returns the heads, or channels, that each rank has. Ranks may have the same keys of Mamba 2."""
+        if not self.num_heads:
+            return replace(self, channels=self.channels // num_ranks)
+        num_key_heads = max(1, self.num_key_heads // num_ranks)
+        own = replace(self, num_key_heads=num_key_heads, num_heads=self.num_heads // num_ranks)
+        return replace(own, channels=sum(count * size for count, size in own.conv_parts))
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentShape:
+    """The `num_layers` recurrent layers of a model, and the memory of their states.
+
+    `extra_weights` are the numbers of the model's matrices beyond those of a Llama of the same sizes.
+    `num_feed_forward` layers are neither these nor attention.
+    """
+
+    mixer: MixerShape
+    num_layers: int
+    extra_weights: int
+    num_feed_forward: int = 0
 
     @property
     def input_numbers(self) -> int:
         """Numbers of the type of the activations that a slot without drafts and a checkpoint have in all layers."""
-        return self.num_layers * (self.conv_width - 1) * self.channels
+        return self.num_layers * (self.mixer.conv_width - 1) * self.mixer.channels
 
     @property
     def checkpoint_bytes(self) -> int:
         """The memory of a checkpoint besides."""
-        return self.num_layers * 4 * self.num_heads * self.key_dim * self.value_dim
+        mixer = self.mixer
+        return self.num_layers * 4 * mixer.num_heads * mixer.key_dim * mixer.value_dim
 
     @property
     def slot_bytes(self) -> int:
         """The memory of a slot besides."""
-        if not self.num_heads:
+        mixer = self.mixer
+        if not mixer.num_heads:
             return 0
-        behind = self.num_key_heads * self.key_dim + self.num_heads * self.value_dim + self.num_heads
+        behind = mixer.num_key_heads * mixer.key_dim + mixer.num_heads * mixer.value_dim + mixer.num_heads
         # The position of the boundary is an int64.
         return self.checkpoint_bytes + self.num_layers * (4 * DELTA_PLACES * behind + 8)
 
     @property
     def grid_tokens(self) -> int:
         """A checkpoint can be taken at multiples of it."""
-        return DELTA_GRID if self.num_heads else 1
-
-    def can_be_divided(self, num_ranks: int) -> bool:
-        """Returns whether so many ranks can have a part each."""
-        heads = self.num_key_heads, self.num_heads
-        return indivisible_mixer(self.channels, *heads, num_ranks, self.corrects) is None
+        return DELTA_GRID if self.mixer.num_heads else 1
 
     def of_rank(self, num_ranks: int) -> RecurrentShape:
         """Returns the part of each rank."""
-        if not self.num_heads:
-            return replace(self, channels=self.channels // num_ranks)
-        num_key_heads, num_heads = heads_of_rank(self.num_key_heads, self.num_heads, num_ranks)
-        channels = 2 * num_key_heads * self.key_dim + num_heads * self.value_dim
-        return replace(self, num_key_heads=num_key_heads, num_heads=num_heads, channels=channels)
-
-
-def heads_of_rank(num_key_heads: int, num_heads: int, num_ranks: int) -> tuple[int, int]:
-    """Returns the heads of keys and of values that each rank has."""
-    return max(1, num_key_heads // num_ranks), num_heads // num_ranks
-
-
-def indivisible_mixer(channels: int, num_key_heads: int, num_heads: int, num_ranks: int, corrects: bool) -> str | None:
-    """Returns why recurrent layers cannot be divided between so many ranks; None if they can. Ranks may have the same
-    keys of Mamba 2, whose heads add to their states independently."""
-    if num_ranks == 1:
-        return None
-    if not num_heads:
-        if channels % (num_ranks * CHANNELS_MULTIPLE) == 0:
-            return None
-        return (
-            f"{channels} channels of convolutions cannot be divided by {num_ranks} into multiples of "
-            f"{CHANNELS_MULTIPLE}"
-        )
-    if corrects:
-        if num_key_heads % num_ranks == 0:
-            return None
-        return f"{num_key_heads} heads of keys of gated delta nets cannot be divided by {num_ranks}"
-    if num_heads % num_ranks == 0 and (num_key_heads % num_ranks == 0 or num_ranks % num_key_heads == 0):
-        return None
-    return f"{num_heads} heads of Mamba 2 in {num_key_heads} groups cannot be divided by {num_ranks}"
+        return replace(self, mixer=self.mixer.of_rank(num_ranks))
 
 
 def recurrent_shape(config: Mapping[str, Any], num_layers: int) -> RecurrentShape | None:
@@ -129,20 +152,20 @@ def recurrent_shape(config: Mapping[str, Any], num_layers: int) -> RecurrentShap
     attention = 2 * hidden * head_dim * (num_heads + int(config.get("num_key_value_heads") or num_heads))
     if kind in SHORT_CONVOLUTIONS:
         count = _layer_types(config, num_layers).count("conv")
-        return RecurrentShape(count, int(config.get("conv_L_cache") or 3), hidden, count * (4 * hidden**2 - attention))
+        mixer = MixerShape(int(config.get("conv_L_cache") or 3), hidden)
+        return RecurrentShape(mixer, count, count * (4 * hidden**2 - attention))
     if kind in MAMBA2:
         return _mamba2_shape(config, num_layers, attention)
     count = _layer_types(config, num_layers).count("linear_attention")
     heads, key_heads = (int(config.get(name) or default) for name, default in DELTA_HEADS)
     value_dim, key_dim = (int(config.get(name) or 128) for name in ("linear_value_head_dim", "linear_key_head_dim"))
     weights = hidden * (2 * key_heads * key_dim + 3 * heads * value_dim + 2 * heads)
+    conv_width, channels = int(config.get("linear_conv_kernel_dim") or 4), 2 * key_heads * key_dim + heads * value_dim
     return RecurrentShape(
+        MixerShape(conv_width, channels, key_heads, heads, key_dim, value_dim),
         count,
-        int(config.get("linear_conv_kernel_dim") or 4),
-        2 * key_heads * key_dim + heads * value_dim,
         # The queries of attention have a gate.
         count * (weights - attention) + (num_layers - count) * hidden * num_heads * head_dim,
-        *(key_heads, heads, key_dim, value_dim),
     )
 
 
@@ -155,27 +178,27 @@ def _mamba2_shape(config: Mapping[str, Any], num_layers: int, attention: int) ->
     )
     head_dim = config.get("mamba_head_dim") or config.get("mamba_d_head") or "auto"
     depth = int(config.get("mamba_expand") or 2) * hidden if head_dim == "auto" else num_heads * int(head_dim)
-    mixer = hidden * (3 * depth + 2 * groups * key_dim + num_heads)
-    heads, channels = (groups, num_heads, key_dim, depth // num_heads), depth + 2 * groups * key_dim
+    channels = depth + 2 * groups * key_dim
+    mixer = MixerShape(conv_width, channels, groups, num_heads, key_dim, depth // num_heads, corrects=False)
+    weights = hidden * (3 * depth + 2 * groups * key_dim + num_heads)
     inner = int(config.get("intermediate_size") or 4 * hidden)
     if config["model_type"] == "granitemoehybrid":
         if not count:
             return None  # Granite 4 without "H" in its name is attention only
         shared = int(config.get("shared_intermediate_size") or 1024)
         dense = 0 if config.get("num_local_experts") else inner
-        extra = count * (mixer - attention) + num_layers * 3 * hidden * (shared - dense)
-        return RecurrentShape(count, conv_width, channels, extra, *heads, corrects=False)
+        extra = count * (weights - attention) + num_layers * 3 * hidden * (shared - dense)
+        return RecurrentShape(mixer, count, extra)
     num_mlp, num_moe = types.count("mlp"), types.count("moe")
     of_expert, of_shared = (
         int(config.get(name) or 7688) for name in ("moe_intermediate_size", "moe_shared_expert_intermediate_size")
     )
     num_experts = int(config.get("n_routed_experts") or 8)
-    extra = count * mixer + types.count("full_attention") * attention + num_mlp * 2 * hidden * inner
+    extra = count * weights + types.count("full_attention") * attention + num_mlp * 2 * hidden * inner
     extra += num_moe * hidden * (num_experts * (2 * of_expert + 1) + 2 * of_shared)
     # A Llama has attention and three matrices more in each layer.
     extra -= len(types) * (attention + 3 * hidden * inner)
-    num_others = num_mlp + num_moe
-    return RecurrentShape(count, conv_width, channels, extra, *heads, corrects=False, num_feed_forward=num_others)
+    return RecurrentShape(mixer, count, extra, num_mlp + num_moe)
 
 
 # Heads, groups, numbers of a key, positions of the convolution: each with an older name and the default.

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from inflight.common.model_files.recurrent import MixerShape
 from inflight.executor.attention.transformers_hook import Layer
 from inflight.executor.checkpoint.expert_matrices import ExpertMatrices, alternates, parameters_of
 from inflight.executor.checkpoint.quantized_linear import QuantizedLinear
 from inflight.executor.checkpoint.quantized_weight import Matrix
-from inflight.executor.recurrent.mixer import MixerShape, MixerWeights
+from inflight.executor.recurrent.mixer import MixerWeights
 
 # The projections of a layer with attention: of queries, keys, values and of what heads yield; gate, up and down. Their
 # names are those of most families.

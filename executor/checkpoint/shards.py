@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from inflight.common.kv_size import kv_heads_of_rank, numbers_of_ranks
 from inflight.common.model_files.layer_sizes import PART_COLUMNS, PART_INNER_COLUMNS, columns_of_rank
+from inflight.common.model_files.recurrent import MixerShape, Part
 from inflight.executor.checkpoint.decoder_weights import DecoderShape, DecoderWeights, LayerWeights
 from inflight.executor.checkpoint.quantized_weight import FloatWeight, Matrix, QuantizedWeight
-from inflight.executor.recurrent.mixer import MixerShape, MixerWeights, Part
+from inflight.executor.recurrent.mixer import MixerWeights
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inflight.common.model_files.recurrent import DELTA_GRID, DELTA_PLACES
+from inflight.common.model_files.recurrent import DELTA_GRID, DELTA_PLACES, MixerShape
 from inflight.executor.checkpoint.shards import Shard
 from inflight.executor.native.memory import huge_zeros
-from inflight.executor.recurrent.mixer import MixerShape, StateSizes
+from inflight.executor.recurrent.mixer import StateSizes
 from inflight.executor.recurrent.short_conv import num_conv_places
 from inflight.executor.step.batch import StepBatch
 

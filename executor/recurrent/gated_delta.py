@@ -27,7 +27,8 @@ from torch.nn import functional
 # The boundary of a slot is less than two chunks before the last position.
 from inflight.common.model_files.recurrent import DELTA_GRID as GRID
 from inflight.common.model_files.recurrent import DELTA_PLACES as NUM_PLACES
-from inflight.executor.recurrent.mixer import MixerShape, MixerWeights, StateSizes, StateStep
+from inflight.common.model_files.recurrent import MixerShape
+from inflight.executor.recurrent.mixer import MixerWeights, StateSizes, StateStep
 from inflight.executor.recurrent.short_conv import ConvMemory, convolve
 
 TILE = 16

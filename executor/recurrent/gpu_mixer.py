@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.common.model_files.recurrent import DELTA_GRID, DELTA_PLACES
+from inflight.common.model_files.recurrent import DELTA_GRID, DELTA_PLACES, MixerShape
 from inflight.executor.kernels.recurrent import (
     TILE,
     delta_inputs_kernel,
@@ -23,7 +23,7 @@ from inflight.executor.kernels.recurrent import (
 )
 from inflight.executor.kernels.tiling import padded_dim, power_of_two
 from inflight.executor.recurrent.gpu_states import StateTensors
-from inflight.executor.recurrent.mixer import MixerShape, MixerWeights
+from inflight.executor.recurrent.mixer import MixerWeights
 from inflight.executor.step.batch import StepBatch
 
 # Channels of a program of a short convolution.

@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight.common.model_files.recurrent import DELTA_GRID, DELTA_PLACES
+from inflight.common.model_files.recurrent import DELTA_GRID, DELTA_PLACES, MixerShape
 from inflight.executor.kernels.recurrent import MAX_SAVES, ROW_WORDS
-from inflight.executor.recurrent.mixer import MixerShape, StateSizes
+from inflight.executor.recurrent.mixer import StateSizes
 from inflight.executor.recurrent.short_conv import num_conv_places
 from inflight.executor.scheduler.sequence import StateLoad
 from inflight.executor.step.batch import NO_SLOT, StepBatch

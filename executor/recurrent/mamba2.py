@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from inflight.common.model_files.recurrent import DELTA_GRID
+from inflight.common.model_files.recurrent import DELTA_GRID, MixerShape
 from inflight.common.model_source import ModelError
 from inflight.executor.recurrent.gated_delta import DeltaInputs, DeltaMemory, delta_rule
-from inflight.executor.recurrent.mixer import MixerShape, MixerWeights, StateSizes, StateStep
+from inflight.executor.recurrent.mixer import MixerWeights, StateSizes, StateStep
 from inflight.executor.recurrent.short_conv import convolve
 
 

@@ -11,67 +11,14 @@ nothing before position 0 is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from inflight.common.model_files.recurrent import heads_of_rank, indivisible_mixer
+from inflight.common.model_files.recurrent import MixerShape
 from inflight.executor.step.batch import StepBatch
-
-# Heads or channels, and the numbers of each.
-Part = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class MixerShape:
-    """Sizes of a recurrent layer: a convolution of `channels` over `conv_width` positions and, in a gated delta net,
-    `num_heads` states of `key_dim` times `value_dim` numbers on `num_key_heads` heads of keys. Without it, in a short
-    convolution, these are 0. Mamba 2 is a gated delta net whose tokens are not corrected (`corrects`): its heads of
-    keys are its groups."""
-
-    conv_width: int
-    channels: int
-    num_key_heads: int = 0
-    num_heads: int = 0
-    key_dim: int = 0
-    value_dim: int = 0
-    corrects: bool = True
-
-    @property
-    def depth(self) -> int:
-        """Numbers of a position before the output projection."""
-        return self.num_heads * self.value_dim or self.channels
-
-    @property
-    def conv_parts(self) -> tuple[Part, ...]:
-        """The channels of the convolution: queries, keys and values of a gated delta net; x, B and C of Mamba 2."""
-        if not self.num_heads:
-            return ((self.channels, 1),)
-        keys, values = (self.num_key_heads, self.key_dim), (self.num_heads, self.value_dim)
-        return (keys, keys, values) if self.corrects else (values, keys, keys)
-
-    @property
-    def input_parts(self) -> tuple[Part, ...]:
-        """The rows of the projections in front of it: B, C and x of a short convolution; beside the channels z, b and a
-        of a gated delta net, or z and dt of Mamba 2."""
-        if not self.num_heads:
-            return self.conv_parts * 3
-        values, numbers = (self.num_heads, self.value_dim), (self.num_heads, 1)
-        return (*self.conv_parts, values, numbers, numbers) if self.corrects else (values, *self.conv_parts, numbers)
-
-    def indivisible_reason(self, num_ranks: int) -> str | None:
-        """Returns why it cannot be divided between so many ranks; None if it can."""
-        return indivisible_mixer(self.channels, self.num_key_heads, self.num_heads, num_ranks, self.corrects)
-
-    def of_rank(self, num_ranks: int) -> MixerShape:
-        """Returns the heads, or channels, that each rank has. Ranks may have the same keys of Mamba 2."""
-        if not self.num_heads:
-            return replace(self, channels=self.channels // num_ranks)
-        num_key_heads, num_heads = heads_of_rank(self.num_key_heads, self.num_heads, num_ranks)
-        own = replace(self, num_key_heads=num_key_heads, num_heads=num_heads)
-        return replace(own, channels=sum(count * size for count, size in own.conv_parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

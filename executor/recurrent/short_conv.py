@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from inflight.executor.recurrent.mixer import MixerShape, MixerWeights, StateSizes, StateStep
+from inflight.common.model_files.recurrent import MixerShape
+from inflight.executor.recurrent.mixer import MixerWeights, StateSizes, StateStep
 
 
 def num_conv_places(width: int, max_drafts: int) -> int:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import GraniteMoeHybridConfig, Lfm2Config, PretrainedConfig, Qwen3_5TextConfig
 
+from inflight.common.model_files.recurrent import MixerShape
 from inflight.executor.forward.gpu import GpuForward
 from inflight.executor.loader import load_executor, step_sizes
-from inflight.executor.recurrent.mixer import MixerShape
 from inflight.executor.settings import ExecutorSettings
 from tests.kernels.test_gpu_recurrent import (
     FAMILY,

@@ -29,6 +29,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import inflight.executor.attention.triton
+from inflight.common.model_files.recurrent import MixerShape
 from inflight.executor.attention.backend import KvShape, Scoring
 from inflight.executor.attention.triton import TritonAttention
 from inflight.executor.checkpoint.decoder_weights import CLAMPED, SQUARED_RELU, DecoderShape, Rope, Routing
@@ -56,7 +57,7 @@ from inflight.executor.kernels.coded import E4M3, E8M0, FP4, FP8, INT4, INT8, NU
 from inflight.executor.products.coded import CodedMatrix
 from inflight.executor.recurrent.gpu_mixer import GpuMixer
 from inflight.executor.recurrent.gpu_states import NUM_ROW_WORDS, GpuStates
-from inflight.executor.recurrent.mixer import MixerShape, StateSizes
+from inflight.executor.recurrent.mixer import StateSizes
 from inflight.executor.step.batch import StepBatch
 from tests.support.device.mixers import num_columns, vector_sizes
 

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from inflight.common.kv_size import num_slots
+from inflight.common.model_files.recurrent import MixerShape
 from inflight.common.model_source import ModelError, resolve_model
 from inflight.common.settings import SettingError
 from inflight.executor.adapters.peft_files import parse, read_files
@@ -34,7 +35,7 @@ from inflight.executor.model.loader import load_model
 from inflight.executor.model.model import PagedModel
 from inflight.executor.recurrent.gpu_mixer import GpuMixer
 from inflight.executor.recurrent.gpu_states import GpuStates
-from inflight.executor.recurrent.mixer import MixerShape, StateSizes, StateStep
+from inflight.executor.recurrent.mixer import StateSizes, StateStep
 from inflight.executor.scheduler.blocks import BlockPool
 from inflight.executor.scheduler.limits import Overcommit, SchedulerLimits, SchedulerPolicy, StateLimits
 from inflight.executor.scheduler.scheduler import Scheduler

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from inflight.common.model_files.recurrent import MixerShape
 from inflight.executor.recurrent.gated_delta import DeltaInputs, DeltaMemory, delta_rule
-from inflight.executor.recurrent.mixer import MixerShape, StateSizes, StateStep
+from inflight.executor.recurrent.mixer import StateSizes, StateStep
 from inflight.executor.recurrent.short_conv import ConvMemory, convolve
 from inflight.executor.scheduler.sequence import (
     PlanRow,

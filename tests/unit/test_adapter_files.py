@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from inflight.common.model_files.recurrent import MixerShape
 from inflight.executor.adapters.errors import AdapterError
 from inflight.executor.adapters.folder import AdapterFolder
 from inflight.executor.adapters.peft_files import (
@@ -24,7 +25,6 @@ from inflight.executor.adapters.peft_files import (
 )
 from inflight.executor.adapters.weights import AdapterWeights
 from inflight.executor.checkpoint.decoder_weights import PROJECTIONS
-from inflight.executor.recurrent.mixer import MixerShape
 from tests.support.checkpoints.adapter_files import LIMITS, TARGETS, save_adapter, tensors
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

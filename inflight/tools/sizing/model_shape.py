@@ -68,7 +68,7 @@ class ModelShape:
         """Returns how many ranks can divide the heads between them."""
         num_heads = self.num_kv_heads if self.sizes is None else self.sizes.attention // self.head_dim
         numbers = numbers_of_ranks(num_heads, self.num_kv_heads)
-        return [one for one in numbers if self.recurrent is None or self.recurrent.can_be_divided(one)]
+        return [one for one in numbers if self.recurrent is None or not self.recurrent.mixer.indivisible_reason(one)]
 
     def kv_heads_of_rank(self, num_ranks: int) -> int:
         """Returns the KV heads that each rank has."""
@@ -134,7 +134,7 @@ def _of_config(name: str, config: dict[str, Any], counted: Weights | None) -> Mo
     if config.get("model_type") == "lfm2":
         inner_size = lfm2_inner_size(config)
     has_gates = config.get("model_type") in GATED_DELTA_NETS
-    mixer = 0 if recurrent is None else recurrent.depth
+    mixer = 0 if recurrent is None else recurrent.mixer.depth
     sizes = LayerSizes(hidden_size, num_heads * head_dim, num_kv_heads * head_dim, inner_size, has_gates, mixer)
     weights = counted or computed_weights(config, num_layers, num_experts, _number(config, "vocab_size"), sizes)
     if recurrent is not None and not counted:

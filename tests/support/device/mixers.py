@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.executor.recurrent.mixer import MixerShape
+from inflight.common.model_files.recurrent import MixerShape
 
 
 def vector_sizes(shape: MixerShape) -> dict[str, int]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-# A notification may be lost, as vLLM's own limit of 5 s for idle readers allows for.
+# Bounds of the time after which a reader looks without a notification. One may be lost, as vLLM's own limit of 5 s for
+# idle readers allows for.
 SHORTEST_WAIT_MS, LONGEST_WAIT_MS = 2, 16
 
 
@@ -28,8 +29,8 @@ class WaitingExecutor(MultiprocExecutor):  # type: ignore[misc]
 
 
 def _sleep(condition: Any) -> None:
-    """Makes a reader sleep until it is notified. After a quarter of the time since the last message it looks at the
-    shared memory again, so that a lost notification costs at most a fifth of a step, and few wake-ups disturb it."""
+    """Makes a reader sleep until it is notified, or for a quarter of the time since its last message within the bounds:
+    so it wakes up seldom in a long step, and a lost notification costs a small part of it."""
     wait = condition.wait
     condition.busy_loop_s = 0.0
 
